@@ -1,0 +1,50 @@
+"""Merging scores: from one score per query head and query row to one per KV head (or layer) and page."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MERGES = ("softmax_sum", "softmax_max", "mean", "max")
+_NEVER = float("-inf")
+
+
+def merge_scores(scores: Tensor, valid: Tensor, method: str, row_weight: Tensor | None = None) -> Tensor:
+    """Merge the query heads that share a KV head, and the query rows of a request.
+
+    The ``softmax_*`` methods first turn each query head's scores into its estimated shares of the candidates' mass, so
+    that a head with sharp attention and a flat one count alike; ``mean`` and ``max`` take the scores as they are.
+
+    Args:
+        scores: float32 ``[R, Hkv, rows, G, M]``, logs of masses; anything in columns that are not valid.
+        valid: bool ``[R, M]``: which pages are candidates.
+        method: one of ``MERGES``.
+        row_weight: bool ``[R, rows]``: which query rows count; all if None. At least one per request must.
+
+    Returns:
+        ``[R, Hkv, M]``, ``-inf`` at pages that are no candidates.
+    """
+    if method not in MERGES:
+        raise ValueError(f"group_merge={method!r} is not allowed: use one of {', '.join(MERGES)}")
+    scores = scores.masked_fill(~valid[:, None, None, None, :], _NEVER)
+    if method.startswith("softmax"):
+        scores = scores.softmax(-1)
+    if row_weight is None:
+        row_weight = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
+    unused = ~row_weight[:, None, :, None, None]
+    if method.endswith("max"):
+        merged = scores.masked_fill(unused, _NEVER).amax((2, 3))
+    else:
+        merged = scores.masked_fill(unused, 0.0).sum((2, 3))
+        if method == "mean":
+            merged = merged / (row_weight.sum(1) * scores.shape[3]).view(-1, 1, 1)
+    return merged.masked_fill(~valid[:, None, :], _NEVER)
+
+
+def merge_heads(merged: Tensor, method: str) -> Tensor:
+    """One set per layer: merge over KV heads, ``[R, Hkv, M]`` -> ``[R, 1, M]``.
+
+    Shares of mass (the ``softmax_*`` methods) are added; raw scores of different heads are not comparable, so the
+    largest counts.
+    """
+    return merged.sum(1, keepdim=True) if method.startswith("softmax") else merged.amax(1, keepdim=True)

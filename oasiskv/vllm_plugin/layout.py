@@ -1,0 +1,140 @@
+"""Which layers are ours, what each keeps of a block, and how large the host pool is. Same answer in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+
+from oasiskv.core.geometry import Geometry, blocks_for
+from oasiskv.core.scorers import Scorer, make_scorer
+from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.tiers.host import LayerShape, bytes_per_block
+from oasiskv.vllm_plugin.spec import OasisSpec
+
+GIB = 1 << 30
+HOST_POOLS = 4
+"""`host_gib = auto`: this many times the device KV pool, at most a quarter of the machine's memory."""
+
+
+@dataclass(frozen=True)
+class OasisLayer:
+    """One attention layer under our manager. A draft layer has no summaries: its hot slots follow recency."""
+
+    name: str
+    is_draft: bool
+    head_dim: int
+    shape: LayerShape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Our layers in their order, the group they form, and the size of the pools."""
+
+    group: int
+    geometry: Geometry
+    layers: tuple[OasisLayer, ...]
+    device_blocks: int
+    host_blocks: int
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        """What each layer keeps of a block, in order."""
+        return [layer.shape for layer in self.layers]
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Device blocks at the end of the pool whose memory holds the summaries of all the others."""
+        need = [-(-self.device_blocks * layer.shape.summary_bytes // layer.shape.block_bytes) for layer in self.layers]
+        return max(need, default=0)
+
+
+def summary_dtype(settings: Settings, model_dtype: torch.dtype) -> torch.dtype:
+    """The number format of the summaries, with ``auto`` resolved."""
+    if settings.summary_dtype == "auto":
+        return torch.float32 if model_dtype == torch.float32 else torch.bfloat16
+    return getattr(torch, settings.summary_dtype)
+
+
+def layer_scorer(settings: Settings, head_dim: int, model_dtype: torch.dtype) -> Scorer:
+    """The scorer of one layer."""
+    return make_scorer(settings.scorer, head_dim, summary_dtype(settings, model_dtype))
+
+
+def is_draft_layer(name: str, vllm_config: VllmConfig) -> bool:
+    """Whether a layer belongs to the drafter: its own prefix, or an index past the target's last layer."""
+    if vllm_config.speculative_config is None:
+        return False
+    if name.startswith("draft_model."):
+        return True
+    return extract_layer_index(name) >= vllm_config.model_config.get_total_num_hidden_layers()
+
+
+def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Layout:
+    """Find our group and measure it.
+
+    Raises:
+        SettingsError: full-attention layers are not all in one group of ours, or the host pool is too small.
+    """
+    ours = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs = spec.kv_cache_specs if uniform else dict.fromkeys(group.layer_names, spec)
+        kinds = {isinstance(specs[name], OasisSpec) for name in group.layer_names}
+        if kinds == {True}:
+            ours.append((index, [(name, specs[name]) for name in group.layer_names]))
+        elif len(kinds) > 1:
+            raise SettingsError("OasisKV: a KV cache group mixes our layers with others; this model is not supported")
+    if len(ours) != 1:
+        raise SettingsError(
+            f"OasisKV: the model's full-attention layers form {len(ours)} KV cache groups; allowed is exactly 1; "
+            "this model is not supported: start it without OasisKV"
+        )
+    index, named = ours[0]
+    block_size = named[0][1].block_size
+    geometry = Geometry.of(settings, block_size)
+    layers = []
+    for name, spec in named:
+        draft = is_draft_layer(name, vllm_config)
+        part_bytes = 0 if draft else layer_scorer(settings, spec.head_size, vllm_config.model_config.dtype).part_bytes
+        shape = LayerShape(
+            heads=spec.num_kv_heads,
+            page_elements=spec.block_size * (spec.head_size + spec.head_size_v),
+            dtype=spec.dtype,
+            parts=0 if draft else geometry.parts,
+            part_bytes=part_bytes,
+        )
+        layers.append(OasisLayer(name, draft, spec.head_size, shape))
+    shapes = [layer.shape for layer in layers]
+    host = _host_blocks(vllm_config, settings, shapes, kv_cache_config.num_blocks, block_size)
+    return Layout(index, geometry, tuple(layers), kv_cache_config.num_blocks, host)
+
+
+def _host_blocks(
+    vllm_config: VllmConfig, settings: Settings, shapes: Sequence[LayerShape], device_blocks: int, block_size: int
+) -> int:
+    if settings.residency in ("dense", "in_place"):
+        return 0
+    each = bytes_per_block(shapes)
+    one_request = blocks_for(vllm_config.model_config.max_model_len, block_size)
+    ranks = vllm_config.parallel_config.world_size
+    if settings.host_gib == "auto":
+        pool = device_blocks * sum(s.block_bytes for s in shapes)
+        share = min(HOST_POOLS * pool, psutil.virtual_memory().total // (4 * ranks))
+        return max(share // each, one_request)
+    blocks = int(settings.host_gib * GIB / ranks) // each
+    if blocks < one_request and (settings.host_gib > 0 or settings.residency == "bounded"):
+        least = one_request * each * ranks / GIB
+        raise SettingsError(
+            f"OasisKV: host_gib={settings.host_gib} holds {blocks} blocks, one request of max_model_len="
+            f"{vllm_config.model_config.max_model_len} needs {one_request}; allowed is {least:.3f} or more"
+            f"{'' if settings.residency == 'bounded' else ', or 0 for no host pool'}; "
+            "raise host_gib or lower --max-model-len"
+        )
+    return blocks

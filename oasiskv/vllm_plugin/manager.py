@@ -1,0 +1,110 @@
+"""The block manager of full-attention groups: vLLM's own, plus what makes a request bounded.
+
+``req_to_blocks`` stays position-indexed: sinks, then null blocks where the middle has left, then window and tail. Hot
+slots are private blocks, kept aside in the ledger's records and given back together with the rest.
+
+The manager frees and keeps; when, the :class:`Ledger` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
+
+from oasiskv.vllm_plugin.ledger import Ledger, Record
+from oasiskv.vllm_plugin.metadata import State
+
+
+class OasisManager(FullAttentionManager):
+    """Owns the number of device blocks of every request with full-attention layers.
+
+    Without a bound ledger (or for requests that it does not know) it behaves exactly as its base.
+    """
+
+    ledger: Ledger | None = None
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Called for every request that is about to get slots: move its state on, free what has left."""
+        record = self.ledger.records.get(request_id) if self.ledger else None
+        if record is None:
+            return
+        assert self.ledger is not None
+        record.committed = processed_computed_tokens
+        if record.state in (State.SEEDED, State.IN_PLACE):
+            self._leave_dense(record)
+            if self.ledger.wants_bounded(record):
+                self._bound(record)
+        elif record.state == State.BOUNDED:
+            self._move_window(record)
+
+    def _leave_dense(self, record: Record) -> None:
+        if record.state == State.SEEDED:
+            record.state = State.IN_PLACE
+            record.dense_tokens = record.committed
+        record.first_window = record.geometry.first_window(record.committed)
+
+    def _bound(self, record: Record) -> None:
+        """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots."""
+        assert self.ledger is not None
+        geometry = record.geometry
+        blocks = self.req_to_blocks[record.request_id]
+        middle = range(geometry.sinks, record.first_window)
+        own = [i for i in middle if blocks[i].ref_cnt == 1]
+        hot = own[-geometry.hot :]
+        fresh = geometry.hot - len(hot)
+        if fresh and (self.ledger.only_if_it_frees or fresh > self.block_pool.get_num_free_blocks()):
+            return
+        if len(own) <= len(hot) and self.ledger.only_if_it_frees:
+            return
+        if self.enable_caching:
+            self.block_pool.evict_blocks({blocks[i].block_id for i in hot})
+        record.hot = [blocks[i] for i in hot]
+        record.hot_holds = hot + [-1] * fresh
+        for i in hot:
+            blocks[i] = self._null_block
+        self._free(blocks, middle)
+        if fresh:
+            record.hot += self.block_pool.get_new_blocks(fresh)
+        record.state = State.BOUNDED
+        record.hot_sent = False
+
+    def _move_window(self, record: Record) -> None:
+        window = record.geometry.first_window(record.committed)
+        window = min(window, record.durable)
+        if window > record.first_window:
+            self._free(self.req_to_blocks[record.request_id], range(record.first_window, window))
+            record.first_window = window
+
+    def _free(self, blocks: list[KVCacheBlock], positions: range) -> None:
+        freed = []
+        for i in reversed(positions):
+            if blocks[i] is not self._null_block:
+                freed.append(blocks[i])
+                blocks[i] = self._null_block
+        self.block_pool.free_blocks(freed)
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        """Only blocks that were computed densely enter vLLM's prefix cache."""
+        record = self.ledger.records.get(request.request_id) if self.ledger else None
+        if record is not None and record.dense_tokens is not None:
+            num_tokens = min(num_tokens, record.dense_tokens)
+        super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """A request leaves (finished, aborted or preempted): its hot slots go with it."""
+        blocks = super().pop_blocks_for_free(request_id)
+        if self.ledger is not None:
+            blocks = blocks + self.ledger.forget(request_id, blocks)
+        return blocks

@@ -1,0 +1,161 @@
+"""The connector's scheduler half: gathers the facts of a step, turns the ledger into the workers' metadata."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
+
+from oasiskv.core.geometry import blocks_for
+from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.vllm_plugin.layout import Layout
+from oasiskv.vllm_plugin.ledger import Ledger
+from oasiskv.vllm_plugin.manager import OasisManager
+from oasiskv.vllm_plugin.metadata import State, StepMetadata
+from oasiskv.vllm_plugin.metrics import OasisStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+PATIENCE = 4
+"""Steps that a request which cannot grow waits for acknowledgements before vLLM may preempt."""
+
+
+class SchedulerHalf:
+    """Lives in the scheduler process. Owns the :class:`Ledger`; the block manager shares it."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, layout: Layout) -> None:
+        speculative = vllm_config.speculative_config
+        self.lookahead = speculative.num_speculative_tokens if speculative is not None else 0
+        self.settings = settings
+        self.layout = layout
+        host_pool = None
+        if layout.host_blocks:
+            host_pool = BlockPool(
+                layout.host_blocks + 1, enable_caching=False, hash_block_size=layout.geometry.block_size
+            )
+        self.ledger = Ledger(settings, layout.geometry, host_pool, vllm_config.model_config.max_model_len)
+        self.manager: OasisManager
+        self.step = 0
+        self._tried: dict[str, Request] = {}
+        self._stalled_since: int | None = None
+        self._acknowledged = 0
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """Join with the block manager and take the summaries' share out of the pool.
+
+        Raises:
+            SettingsError: the pool is too small for the summaries and one request.
+        """
+        managers = [m for m in kv_cache_manager.coordinator.single_type_managers if isinstance(m, OasisManager)]
+        if len(managers) != 1:
+            raise SettingsError(
+                f"OasisKV: {len(managers)} block managers own the full-attention layers; allowed is exactly 1; is the "
+                "oasiskv package installed in the engine's environment, and VLLM_PLUGINS unset or naming oasiskv?"
+            )
+        self.manager = managers[0]
+        self.manager.ledger = self.ledger
+        pool = self.manager.block_pool
+        reserved = self.layout.reserved_blocks
+        for block in pool.blocks[len(pool.blocks) - reserved :]:
+            pool.free_block_queue.remove(block)
+            block.ref_cnt = 1
+        pool.num_gpu_blocks -= reserved
+        longest = blocks_for(self.ledger.max_model_len, self.layout.geometry.block_size)
+        if pool.get_num_free_blocks() < longest:
+            raise SettingsError(
+                f"OasisKV: the device pool of {len(pool.blocks)} blocks keeps {pool.get_num_free_blocks()} after "
+                f"{reserved} for summaries; one request of max_model_len={self.ledger.max_model_len} needs {longest}; "
+                "give vLLM more KV memory or lower --max-model-len"
+            )
+        logger.info(
+            "OasisKV: residency=%s, %d blocks of %d tokens per bounded request (%d sink, %d hot, %d window), "
+            "device pool %d blocks of which %d hold summaries, host pool %d blocks",
+            self.settings.residency,
+            self.layout.geometry.bound,
+            self.layout.geometry.block_size,
+            self.layout.geometry.sinks,
+            self.layout.geometry.hot,
+            self.layout.geometry.window,
+            len(pool.blocks),
+            reserved,
+            self.layout.host_blocks,
+        )
+
+    def may_start(self, request: Request) -> int | None:
+        """0: the waiting request may be tried now; None: not before the host pool has room for it."""
+        self._tried[request.request_id] = request
+        if self.settings.residency == "bounded" and not self.ledger.has_host_room(request):
+            return None
+        return 0
+
+    def frees_are_near(self) -> bool:
+        """Whether a request that cannot grow should wait: copies are on their way, and not for too long yet."""
+        awaited = any(r.in_flight for r in self.ledger.records.values() if r.state != State.BOUNDED)
+        if self._stalled_since is None:
+            self._stalled_since = self.step
+        return awaited and self.step - self._stalled_since < PATIENCE
+
+    def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers do in this step."""
+        self.step += 1
+        metadata = StepMetadata(step=self.step)
+        metadata.dropped, metadata.released = self.ledger.take_departures()
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            record = self.ledger.records.get(request_id)
+            if record is None:
+                continue
+            blocks = self.manager.req_to_blocks[request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
+            if drafts:
+                newest = (record.request.num_computed_tokens + scheduled - 1) // self.layout.geometry.block_size
+                metadata.drafts[blocks[newest].block_id] = len(drafts)
+            entry = self.ledger.step_of(record, scheduled, drafts, blocks)
+            if entry is not None:
+                metadata.requests[request_id] = entry
+            copy = self.ledger.copy_of(record, scheduled, len(drafts), blocks, self.step)
+            if copy is not None:
+                metadata.copies[request_id] = copy
+        self._relieve(output)
+        return metadata
+
+    def _relieve(self, output: SchedulerOutput) -> None:
+        """Under `auto`: does anyone wait for device blocks, or will someone soon?"""
+        free = self.manager.block_pool.get_num_free_blocks()
+        size = self.layout.geometry.block_size
+        growth = len(self.ledger.records) * blocks_for(1 + self.lookahead, size) + 1
+        need = growth - free
+        for request_id, request in self._tried.items():
+            if request_id not in output.num_scheduled_tokens:
+                need = max(need, blocks_for(request.num_tokens, size) + growth - free)
+        self._tried.clear()
+        if output.num_scheduled_tokens:
+            self._stalled_since = None
+        if need > 0:
+            self.ledger.relieve(need)
+
+    def take_stats(self) -> OasisStats:
+        """Gauges of this moment, and the blocks acknowledged since the last call."""
+        counts = self.ledger.counts()
+        acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
+        self._acknowledged = self.ledger.acknowledged_blocks
+        stats = OasisStats()
+        stats.add(acknowledged_blocks=acknowledged)
+        stats.gauge(
+            bounded_requests=counts[State.BOUNDED],
+            in_place_requests=counts[State.IN_PLACE],
+            dense_requests=counts[State.DENSE] + counts[State.SEEDED],
+            host_blocks_used=self.ledger.host_used(),
+            host_blocks_total=self.layout.host_blocks,
+        )
+        return stats
+
+    def check_integrity(self) -> None:
+        """All invariants that the scheduler process can see."""
+        self.ledger.check_integrity(dict(self.manager.req_to_blocks), self.lookahead)

@@ -1,0 +1,273 @@
+"""One step as the attention layers see it: which rows attend to what, resolved once and shared by all layers.
+
+    rows of the batch -+- dense, prefilling, seeding: vLLM's own table    }  one call of the stock kernel
+                       +- bounded: [sinks | hot slots | window | tail]    }
+                       +- in_place: a table per layer (and KV head)          a second call
+
+A block id names an independent page in every layer and KV head, so one table serves all layers for bounded rows; what
+differs is which logical block's bytes lie in a slot. Keys carry RoPE, so attention over a compacted table is exact
+for its set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oasiskv.core.predictor import query_rows_batch
+from oasiskv.core.summaries import SummaryWrites, Written
+from oasiskv.vllm_plugin.metadata import State
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from oasiskv.vllm_plugin.worker import Held, Worker
+
+
+@dataclass
+class Batch:
+    """Rows of one kernel call. ``tokens`` picks theirs out of the step's (None: all, in order).
+
+    ``scheduler`` is the CPU kernel's plan; it depends on lengths only, so the builder's owner makes it once.
+    """
+
+    tokens: Tensor | None
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    scheduler: Tensor | None = None
+
+
+@dataclass
+class InPlaceRows:
+    """Rows whose tables differ by layer (and KV head). ``heads`` is 1 with one set per layer.
+
+    ``fixed`` int32 ``[R, 1, width]``: the table without its chosen part, which fills columns ``sinks .. sinks + H - 1``
+    where ``chosen`` bool ``[R, 1, H]``. ``device`` int32 ``[R, blocks]``: device block of each logical block. Each KV
+    head is a request of its own to the kernel: ``batch.tokens`` and ``head_of`` name the token and the head of each
+    of its rows.
+    """
+
+    rows: Tensor
+    heads: int
+    sinks: int
+    fixed: Tensor
+    chosen: Tensor
+    device: Tensor
+    head_of: Tensor
+    batch: Batch
+
+    def tables(self, resident: Tensor) -> Tensor:
+        """Tables ``[R * heads, width]`` for ``resident`` int32 ``[R, heads, H]``, in ids of (block, KV head) pages."""
+        requests, heads, hot = resident.shape
+        flat = resident.clamp_min(0).view(requests, -1).long()
+        picked = self.device.gather(1, flat).view(requests, heads, hot)
+        table = self.fixed.expand(-1, heads, -1).clone()
+        columns = slice(self.sinks, self.sinks + hot)
+        table[..., columns] = torch.where(self.chosen, picked, table[..., columns])
+        if heads > 1:
+            table = table * heads + torch.arange(heads, dtype=table.dtype).view(1, -1, 1)
+        return table.view(requests * heads, -1)
+
+
+@dataclass
+class ScoreGroup:
+    """Requests scored together: same summaries, same kind of result.
+
+    ``index`` int64 ``[R, M]`` rows of the store for each candidate (0 where not ``valid``), ``queries`` int64 ``[R,
+    2]`` tokens of the step, ``weight`` bool ``[R, 2]``: which of them count.
+    """
+
+    on_host: bool
+    seeds: bool
+    rows: Tensor
+    born: Tensor
+    hot_of: Tensor
+    cap: Tensor
+    index: Tensor
+    valid: Tensor
+    queries: Tensor
+    weight: Tensor
+
+
+@dataclass
+class StepView:
+    """Everything the layers need of a step. ``main`` is None where no row attends through vLLM's call."""
+
+    main: Batch | None
+    in_place: InPlaceRows | None
+    groups: list[ScoreGroup]
+    writes: SummaryWrites | None
+    rows: list[tuple[Held, int, int, int]]
+    """Sparse rows: request, first token, tokens, context length with them."""
+    is_stock: bool
+    """No row differs from stock vLLM."""
+
+
+def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> StepView:
+    """Cut a batch into the kernel calls, the scoring and the summaries of this step."""
+    starts = common.query_start_loc.tolist()
+    lens = common.seq_lens.tolist()
+    table = common.block_table_tensor.numpy()
+    size = worker.geometry.block_size
+    main_rows: list[int] = []
+    place_rows: list[tuple[int, Held]] = []
+    sparse: list[tuple[Held, int, int, int]] = []
+    compact: dict[int, Held] = {}
+    scored: list[tuple[int, Held]] = []
+    for i in range(common.num_reqs):
+        held = worker.owner_of(table[i], lens[i]) if worker.held else None
+        if held is not None and not drafting:
+            scored.append((i, held))
+        if held is None or held.state in (State.DENSE, State.SEEDED) or (drafting and held.state == State.IN_PLACE):
+            main_rows.append(i)
+            continue
+        sparse.append((held, starts[i], starts[i + 1] - starts[i], lens[i]))
+        if held.state == State.BOUNDED:
+            compact[i] = held
+            main_rows.append(i)
+        else:
+            place_rows.append((i, held))
+
+    writes = None
+    if not drafting:
+        writes = worker.book.write(
+            Written(
+                start=lens[i] - (starts[i + 1] - starts[i]),
+                count=starts[i + 1] - starts[i],
+                uncertain=worker.drafts.get(int(table[i, (lens[i] - 1) // size]), 0),
+                first_token=starts[i],
+                blocks=table[i],
+            )
+            for i in range(common.num_reqs)
+            if starts[i + 1] > starts[i]
+        )
+    is_stock = not compact and not place_rows
+    main = None
+    if is_stock:
+        pass
+    elif main_rows:
+        main = _main_batch(worker, common, table, starts, lens, main_rows, compact, everything=not place_rows)
+    in_place = _in_place_rows(worker, table, starts, lens, place_rows) if place_rows else None
+    groups = _score_groups(worker, table, starts, scored) if scored else []
+    return StepView(main, in_place, groups, writes, sparse, is_stock)
+
+
+def _tokens_of(rows: list[int], starts: list[int]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in rows]))
+
+
+def _starts_of(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+
+
+def _main_batch(
+    worker: Worker,
+    common: CommonAttentionMetadata,
+    table: np.ndarray,
+    starts: list[int],
+    lens: list[int],
+    rows: list[int],
+    compact: dict[int, Held],
+    everything: bool,
+) -> Batch:
+    size, sinks = worker.geometry.block_size, worker.geometry.sinks
+    tables, lengths = [], []
+    for i in rows:
+        held, used = compact.get(i), -(-lens[i] // size)
+        if held is None:
+            tables.append(table[i, :used])
+            lengths.append(lens[i])
+        else:
+            tables.append(np.concatenate((table[i, :sinks], held.hot, table[i, held.first_window : used])))
+            lengths.append((sinks + held.hot_count - held.first_window) * size + lens[i])
+    block_table = np.zeros((len(rows), max(len(t) for t in tables)), dtype=np.int32)
+    for k, ids in enumerate(tables):
+        block_table[k, : len(ids)] = ids
+    return Batch(
+        tokens=None if everything else _tokens_of(rows, starts),
+        query_start_loc=common.query_start_loc if everything else _starts_of([starts[i + 1] - starts[i] for i in rows]),
+        seq_lens=torch.tensor(lengths, dtype=common.seq_lens.dtype),
+        block_table=torch.from_numpy(block_table),
+    )
+
+
+def _in_place_rows(
+    worker: Worker, table: np.ndarray, starts: list[int], lens: list[int], rows: list[tuple[int, Held]]
+) -> InPlaceRows:
+    size, sinks, heads = worker.geometry.block_size, worker.geometry.sinks, worker.map.heads
+    hot = max(held.hot_count for _, held in rows)
+    tails = [-(-lens[i] // size) - held.first_window for i, held in rows]
+    fixed = np.zeros((len(rows), 1, sinks + hot + max(tails)), dtype=np.int32)
+    lengths, tokens, counts, head_of = [], [], [], []
+    for k, (i, held) in enumerate(rows):
+        fixed[k, 0, :sinks] = table[i, :sinks]
+        begin = sinks + held.hot_count
+        fixed[k, 0, begin : begin + tails[k]] = table[i, held.first_window : held.first_window + tails[k]]
+        lengths += [(begin - held.first_window) * size + lens[i]] * heads
+        span = np.arange(starts[i], starts[i + 1])
+        counts += [len(span)] * heads
+        tokens += [span] * heads
+        head_of += [np.full(len(span), head) for head in range(heads)]
+    most = max(-(-lens[i] // size) for i, _ in rows)
+    hot_of = torch.tensor([held.hot_count for _, held in rows])
+    batch = Batch(
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        query_start_loc=_starts_of(counts),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=torch.empty(0),
+    )
+    return InPlaceRows(
+        rows=torch.tensor([held.row for _, held in rows]),
+        heads=heads,
+        sinks=sinks,
+        fixed=torch.from_numpy(fixed),
+        chosen=(torch.arange(hot) < hot_of.view(-1, 1)).unsqueeze(1),
+        device=torch.from_numpy(table[[i for i, _ in rows], :most].astype(np.int32)),
+        head_of=torch.from_numpy(np.concatenate(head_of)),
+        batch=batch,
+    )
+
+
+def _score_groups(
+    worker: Worker, table: np.ndarray, starts: list[int], scored: list[tuple[int, Held]]
+) -> list[ScoreGroup]:
+    kinds: dict[tuple[bool, bool], list[tuple[int, Held]]] = {}
+    for i, held in scored:
+        kinds.setdefault((held.state == State.BOUNDED, held.state == State.SEEDED), []).append((i, held))
+    sinks = worker.geometry.sinks
+    groups = []
+    for (on_host, seeds), members in kinds.items():
+        most = max(held.first_window for _, held in members) - sinks
+        index = np.zeros((len(members), most), dtype=np.int64)
+        counts = []
+        for k, (i, held) in enumerate(members):
+            source = worker.host_blocks[held.request_id] if on_host else table[i]
+            count = held.first_window - sinks
+            index[k, :count] = source[sinks : held.first_window]
+            counts.append(count)
+        first = torch.tensor([starts[i + 1] - 1 - held.drafts for i, held in members])
+        offsets, weight = query_rows_batch(
+            torch.tensor([held.drafts + 1 for _, held in members]),
+            torch.tensor([held.real_drafts for _, held in members]),
+            worker.settings.predictor,
+        )
+        groups.append(
+            ScoreGroup(
+                on_host=on_host,
+                seeds=seeds,
+                rows=torch.tensor([held.row for _, held in members]),
+                born=torch.tensor([held.born for _, held in members]),
+                hot_of=torch.tensor([held.hot_count for _, held in members]),
+                cap=torch.tensor([worker.cap_of(held) for _, held in members]),
+                index=torch.from_numpy(index),
+                valid=torch.arange(most) < torch.tensor(counts).view(-1, 1),
+                queries=first.view(-1, 1) + offsets,
+                weight=weight,
+            )
+        )
+    return groups

@@ -1,0 +1,425 @@
+"""The connector's worker half: what one rank holds, and what it does between and inside its attention layers.
+
+Per step::
+
+    begin_step   forget who left, take in new states, fill the hot slots of requests that become bounded
+    each layer   commit the swaps that are ready | attention | hand the queries to the pipeline
+    end_step     copy full, committed blocks out to the host arena
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from oasiskv.core.link_budget import pages_per_step
+from oasiskv.core.merge import merge_heads, merge_scores
+from oasiskv.core.pipeline import Pipeline, make_pipeline
+from oasiskv.core.residency import ResidencyMap
+from oasiskv.core.scorers import Scorer
+from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.core.summaries import LayerSummaries, SummaryBook
+from oasiskv.core.swap_plan import EMPTY, SwapPlan, first_set, plan_swaps
+from oasiskv.tiers.host import HostArena
+from oasiskv.vllm_plugin.layout import Layout, layer_scorer
+from oasiskv.vllm_plugin.metadata import RequestStep, State, StepMetadata
+from oasiskv.vllm_plugin.metrics import OasisStats
+from oasiskv.vllm_plugin.step import ScoreGroup, StepView
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class Held:
+    """One sparse request on this rank. ``row`` is its row in the residency map, ``born`` the step in which it got it.
+
+    ``hot``: device blocks of its hot slots (bounded only). ``recent``: logical blocks in them for draft layers.
+    """
+
+    request_id: str
+    row: int
+    born: int
+    state: State
+    first_window: int
+    hot_count: int
+    budget_blocks: int
+    drafts: int = 0
+    real_drafts: int = 0
+    hot: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    recent: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pipeline job hands back for one score group: a first set, or a plan."""
+
+    group: ScoreGroup
+    blocks: Tensor | None = None
+    plan: SwapPlan | None = None
+
+
+class Worker:
+    """State and actions of one rank.
+
+    Threads: everything runs on the model runner's thread but the pipeline's jobs, which read only what they were
+    given and the summaries of blocks that are not written any more.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, layout: Layout) -> None:
+        self.settings = settings
+        self.layout = layout
+        self.geometry = layout.geometry
+        heads = {layer.shape.heads for layer in layout.layers if not layer.is_draft}
+        if len(heads) != 1:
+            raise SettingsError(
+                f"OasisKV: layers have different numbers of KV heads ({sorted(heads)}); this model is not supported"
+            )
+        self.kv_heads = heads.pop()
+        self.dtype = vllm_config.model_config.dtype
+        self.index = {layer.name: i for i, layer in enumerate(layout.layers)}
+        self.targets = [i for i, layer in enumerate(layout.layers) if not layer.is_draft]
+        set_heads = self.kv_heads if settings.granularity == "head" else 1
+        self.map = ResidencyMap(len(layout.layers), set_heads, self.geometry.hot)
+        self.book = SummaryBook(layout.device_blocks, self.geometry.block_size)
+        self.scorers: list[Scorer | None] = [
+            None if layer.is_draft else layer_scorer(settings, layer.head_dim, self.dtype) for layer in layout.layers
+        ]
+        self.arena = HostArena(layout.host_blocks, layout.shapes)
+        self.pipeline: Pipeline[list[Outcome]] = make_pipeline(settings.pipeline)
+        self.pages: list[Tensor] = []
+        self.summaries: list[LayerSummaries | None] = []
+        self.held: dict[str, Held] = {}
+        self.host_blocks: dict[str, np.ndarray] = {}
+        self.drafts: dict[int, int] = {}
+        self.step = 0
+        self.copied_step = 0
+        self.stats = OasisStats()
+        self.observer: Callable[..., None] | None = None
+        """Called after each attention with what it saw; for tests and measurements."""
+        self._born: dict[int, int] = {}
+        self._owner: dict[int, Held] = {}
+        self._metadata: StepMetadata | None = None
+        self._bandwidth: float | None = None
+        self._step_seconds: float | None = None
+        self._step_began: float | None = None
+
+    # -- set-up
+
+    def register(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take views of the device KV; the summaries live in the pool's last blocks, which the scheduler gives to no
+        one."""
+        reserved = self.layout.reserved_blocks
+        for layer, scorer in zip(self.layout.layers, self.scorers, strict=True):
+            cache = kv_caches[layer.name]
+            shape = layer.shape
+            assert cache.is_contiguous() and cache.shape[0] == self.layout.device_blocks, layer.name
+            self.pages.append(cache.view(cache.shape[0], shape.heads, shape.page_elements))
+            if scorer is None:
+                self.summaries.append(None)
+                continue
+            tail = cache[cache.shape[0] - reserved :].view(-1).view(torch.uint8)
+            tail.zero_()
+            store = tail[: cache.shape[0] * shape.summary_bytes]
+            store = store.view(shape.heads, cache.shape[0], shape.parts, shape.part_bytes)
+            self.summaries.append(LayerSummaries(scorer, store, self.geometry.block_size, self.dtype))
+        if self.settings.fetch_cap == "auto" and self.layout.host_blocks:
+            self._bandwidth = self._measure_bandwidth()
+
+    def _measure_bandwidth(self) -> float:
+        """Bytes per second of scattered page copies from the arena (one warm-up, then the best of three)."""
+        count = min(64, self.layout.host_blocks)
+        host = torch.randperm(self.layout.host_blocks)[:count]
+        target = torch.empty_like(self.arena.pages[0][host])
+        best = 0.0
+        for _ in range(4):
+            began = time.perf_counter()
+            target.copy_(self.arena.pages[0][host])
+            best = max(best, target.nbytes / (time.perf_counter() - began))
+        return best
+
+    # -- between the steps
+
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Take in what the scheduler decided for this step."""
+        if self._metadata is metadata:
+            return
+        self._metadata = metadata
+        self.step = metadata.step
+        self._time_step()
+        for request_id in metadata.dropped:
+            self._drop(request_id)
+        if metadata.released:
+            writes = self.book.finish(metadata.released)
+            for i in self.targets:
+                self._summaries(i).apply(writes, None)
+        for request_id, copy in metadata.copies.items():
+            table = self.host_blocks.get(request_id, np.empty(0, dtype=np.int64))
+            self.host_blocks[request_id] = np.concatenate((table[: copy.first], np.asarray(copy.host, dtype=np.int64)))
+        self.drafts = metadata.drafts
+        self._owner = {}
+        for request_id, entry in metadata.requests.items():
+            held = self._take_in(request_id, entry)
+            for block in entry.tail:
+                self._owner[block] = held
+        if any(entry.state >= State.IN_PLACE for entry in metadata.requests.values()):
+            self.stats.add(sparse_steps=1)
+
+    def _time_step(self) -> None:
+        now = time.perf_counter()
+        if self._step_began is not None:
+            took = now - self._step_began
+            self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
+        self._step_began = now
+
+    def _take_in(self, request_id: str, entry: RequestStep) -> Held:
+        held = self.held.get(request_id)
+        if held is None:
+            held = Held(
+                request_id=request_id,
+                row=self.map.allocate(entry.hot_count),
+                born=self.step,
+                state=entry.state,
+                first_window=entry.first_window,
+                hot_count=entry.hot_count,
+                budget_blocks=entry.budget_blocks,
+            )
+            self.held[request_id] = held
+            self._born[held.row] = held.born
+        before = held.first_window
+        held.state, held.first_window = entry.state, entry.first_window
+        held.drafts, held.real_drafts = entry.drafts, entry.real_drafts
+        if entry.hot:
+            held.hot = np.asarray(entry.hot, dtype=np.int32)
+            self._fill_hot_slots(held, torch.tensor(entry.hot_holds))
+        elif held.state == State.BOUNDED and held.first_window > before:
+            self._follow_recency(held, range(before, held.first_window))
+        return held
+
+    def _drop(self, request_id: str) -> None:
+        self.host_blocks.pop(request_id, None)
+        held = self.held.pop(request_id, None)
+        if held is not None:
+            self.map.release(held.row)
+            del self._born[held.row]
+
+    def _fill_hot_slots(self, held: Held, holds: Tensor) -> None:
+        """The request becomes bounded: bring its chosen set into its slots, which hold the blocks ``holds`` [H] so
+        far."""
+        hot = torch.from_numpy(held.hot).long()
+        table = torch.from_numpy(self.host_blocks[held.request_id])
+        for i in self.targets:
+            self._commit(i, wait=True)
+        fetch = self.map.settle(held.row, holds)
+        for i in self.targets:
+            head, slot = fetch[i].nonzero(as_tuple=True)
+            block = self.map.block[i, held.row, head, slot].long()
+            self._load(i, table[block], head, hot[slot])
+        if len(self.targets) < len(self.layout.layers):
+            held.recent = holds.numpy().copy()
+            recent = np.arange(held.first_window - held.hot_count, held.first_window)
+            missing = np.setdiff1d(recent, held.recent)
+            self._replace_recent(held, np.flatnonzero(~np.isin(held.recent, recent)), missing)
+
+    def _follow_recency(self, held: Held, left_window: range) -> None:
+        """Draft layers keep the newest middle blocks: the oldest give way to those that leave the window."""
+        if len(held.recent):
+            entering = np.asarray(left_window[-held.hot_count :])
+            self._replace_recent(held, np.argsort(held.recent, kind="stable")[: len(entering)], entering)
+
+    def _replace_recent(self, held: Held, slots: np.ndarray, blocks: np.ndarray) -> None:
+        held.recent[slots] = blocks
+        host = torch.from_numpy(self.host_blocks[held.request_id][blocks])
+        device = torch.from_numpy(held.hot[slots]).long()
+        for i, layer in enumerate(self.layout.layers):
+            if layer.is_draft:
+                self.arena.load(i, host, None, self.pages[i], device)
+
+    def end_step(self) -> None:
+        """Copy out what the scheduler asked for; the step's forward pass (and drafting) is over."""
+        metadata = self._metadata
+        if metadata is None or metadata.step == self.copied_step:
+            return
+        if metadata.copies:
+            device = torch.tensor([block for copy in metadata.copies.values() for block in copy.device])
+            host = torch.tensor([block for copy in metadata.copies.values() for block in copy.host])
+            for i, pages in enumerate(self.pages):
+                self.arena.store(i, host, pages, device)
+            for i in self.targets:
+                self.arena.summaries[i][:, host] = self._summaries(i).store[:, device]
+        self.copied_step = metadata.step
+
+    # -- inside the layers
+
+    def owner_of(self, table: np.ndarray, seq_len: int) -> Held | None:
+        """The sparse request whose row this is: the one that owns the block of the row's newest token."""
+        return self._owner.get(int(table[(seq_len - 1) // self.geometry.block_size]))
+
+    def cap_of(self, held: Held) -> int:
+        """Most pages per KV head and step for this request."""
+        share = self.settings.fetch_cap
+        if share != "auto":
+            return held.hot_count if share >= 1 else min(held.hot_count, max(1, round(share * held.budget_blocks)))
+        if self._bandwidth is None or self._step_seconds is None:
+            return max(1, round(0.05 * held.budget_blocks))
+        shape = self.layout.layers[self.targets[0]].shape
+        bounded = sum(h.state == State.BOUNDED for h in self.held.values())
+        per_set = self.kv_heads // self.map.heads
+        return pages_per_step(
+            "auto",
+            self.geometry,
+            copy_bandwidth=self._bandwidth,
+            step_seconds=self._step_seconds,
+            page_bytes=per_set * shape.page_elements * shape.dtype.itemsize,
+            streams=max(1, bounded) * len(self.targets) * self.map.heads,
+        )
+
+    def before_attention(self, layer: int, view: StepView, query: Tensor, scale: float) -> None:
+        """Bring the layer's slots up to date: swaps that are ready; with `fetch`, also what this step's queries
+        miss."""
+        self._commit(layer)
+        if self.settings.miss_policy == "fetch":
+            groups = [g for g in view.groups if not g.seeds]
+            if groups:
+                self._commit(layer, wait=True)
+                self._enter(layer, self._job(layer, groups, query, scale, uncapped=True)())
+
+    def after_attention(self, layer: int, view: StepView, query: Tensor, scale: float) -> None:
+        """Hand the layer's queries to the pipeline, unless its last job is still on the way."""
+        if not view.groups:
+            return
+        if self.pipeline.busy(layer):
+            if not any(g.seeds for g in view.groups):
+                return
+            self._commit(layer, wait=True)
+        self.pipeline.submit(layer, self._job(layer, view.groups, query, scale))
+
+    def _job(
+        self, layer: int, groups: list[ScoreGroup], query: Tensor, scale: float, uncapped: bool = False
+    ) -> Callable[[], list[Outcome]]:
+        """A pure function of the queries and the residency of this moment."""
+        step, sinks, merge = self.step, self.geometry.sinks, self.settings.group_merge
+        per_layer = self.settings.granularity == "layer"
+        scorer = self.scorers[layer]
+        assert scorer is not None
+        inputs = [(g, query[g.queries], self.map.of(layer, g.rows)) for g in groups]
+        stores = (self._summaries(layer).store, self.arena.summaries[layer])
+
+        def run() -> list[Outcome]:
+            outcomes = []
+            for group, q, (resident, age, hot_of) in inputs:
+                scores = score(scorer, q, stores[group.on_host], group, scale, merge)
+                if per_layer:
+                    scores = merge_heads(scores, merge)
+                if group.seeds:
+                    outcomes.append(Outcome(group, blocks=first_set(scores, group.hot_of, sinks, resident.shape[2])))
+                else:
+                    cap = group.hot_of if uncapped else group.cap
+                    plan = plan_swaps(scores, resident, age, hot_of, sinks, cap, step, rows=group.rows)
+                    outcomes.append(Outcome(group, plan=plan))
+            return outcomes
+
+        return run
+
+    def _commit(self, layer: int, wait: bool = False) -> None:
+        """Enter the layer's plans if they are ready; a first set is always waited for."""
+        if not self.pipeline.busy(layer):
+            return
+        outcomes = self.pipeline.take(layer, wait or self._awaits_seed(layer))
+        if outcomes is None:
+            self.stats.add(late_plans=1)
+        else:
+            self._enter(layer, outcomes)
+
+    def _awaits_seed(self, layer: int) -> bool:
+        rows = [h.row for h in self.held.values() if h.state >= State.IN_PLACE]
+        return bool(rows) and bool((self.map.block[layer, rows, 0, 0] == EMPTY).any())
+
+    def _enter(self, layer: int, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            group = outcome.group
+            lived = zip(group.rows.tolist(), group.born.tolist(), strict=True)
+            alive = torch.tensor([self._born.get(row) == born for row, born in lived])
+            if outcome.blocks is not None:
+                self.map.seed(layer, group.rows[alive], outcome.blocks[alive], self.step)
+            elif outcome.plan is not None:
+                plan = outcome.plan if bool(alive.all()) else outcome.plan.only(alive)
+                if group.on_host:
+                    self._fetch(layer, plan)
+                self.map.apply(layer, plan)
+                self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
+
+    def _fetch(self, layer: int, plan: SwapPlan) -> None:
+        """Copy the plan's pages into their slots."""
+        request, head, swap = (plan.incoming != EMPTY).nonzero(as_tuple=True)
+        if not len(request):
+            return
+        by_row = {h.row: h for h in self.held.values()}
+        owners = [by_row[row] for row in plan.rows.tolist()]
+        most = max(len(self.host_blocks[h.request_id]) for h in owners)
+        host = np.zeros((len(owners), most), dtype=np.int64)
+        hot = np.zeros((len(owners), self.map.hot), dtype=np.int64)
+        for k, owner in enumerate(owners):
+            blocks = self.host_blocks[owner.request_id]
+            host[k, : len(blocks)] = blocks
+            hot[k, : owner.hot_count] = owner.hot
+        source = torch.from_numpy(host)[request, plan.incoming[request, head, swap].long()]
+        target = torch.from_numpy(hot)[request, plan.slot[request, head, swap].long()]
+        self._load(layer, source, head, target)
+
+    def _load(self, layer: int, host: Tensor, head: Tensor, device: Tensor) -> None:
+        per_head = self.map.heads > 1
+        self.arena.load(layer, host, head if per_head else None, self.pages[layer], device)
+        shape = self.layout.layers[layer].shape
+        pages = len(host) * (1 if per_head else shape.heads)
+        self.stats.add(pages_fetched=pages, bytes_fetched=pages * shape.page_elements * shape.dtype.itemsize)
+
+    def _summaries(self, layer: int) -> LayerSummaries:
+        summaries = self.summaries[layer]
+        assert summaries is not None
+        return summaries
+
+    # -- the rest
+
+    def take_stats(self) -> OasisStats | None:
+        """Counts since the last call."""
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, OasisStats()
+        return stats
+
+    def shutdown(self) -> None:
+        """Stop the pipeline; may be called twice."""
+        self.pipeline.close()
+
+    def check_integrity(self) -> None:
+        """Everything this rank can see: no block twice in a row, no row or stage row lost."""
+        for i in self.targets:
+            self._commit(i, wait=True)
+        windows = {h.row: h.first_window for h in self.held.values()}
+        self.map.check_integrity(self.geometry.sinks, windows)
+        self.book.check_integrity()
+        assert set(self._born) == set(windows), "rows and requests differ"
+
+
+def score(scorer: Scorer, queries: Tensor, store: Tensor, group: ScoreGroup, scale: float, merge: str) -> Tensor:
+    """Scores ``[R, KV heads, M]`` of a group's candidates.
+
+    Args:
+        queries: ``[R, 2, query heads, D]``, after RoPE.
+        store: uint8 ``[KV heads, blocks, parts, part_bytes]``.
+    """
+    heads, _, parts, part_bytes = store.shape
+    requests, rows, query_heads, dim = queries.shape
+    candidates = group.index.shape[1]
+    picked = store[:, group.index.view(-1)].view(heads * requests, candidates, parts, part_bytes)
+    grouped = queries.view(requests, rows, heads, query_heads // heads, dim).permute(2, 0, 1, 3, 4)
+    grouped = grouped.reshape(heads * requests, -1, dim)
+    scores = scorer.score(grouped, picked, scale).view(heads, requests, rows, query_heads // heads, candidates)
+    return merge_scores(scores.transpose(0, 1), group.valid, merge, group.weight)

@@ -1,0 +1,168 @@
+"""An independent check of every attention row: reference attention over exactly the resident set, in float32.
+
+Keys and values are captured at the attention layer's input, before any cache; nothing is read back from pages. For
+each row the reference works out the positions that the row may see (sinks, the blocks that the residency map names,
+window, tail) and attends to the captured keys there. It knows nothing of tables, slots, packing or copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oasiskv.vllm_plugin.backend_cpu import active_worker
+from oasiskv.vllm_plugin.metadata import State
+
+
+@dataclass
+class Report:
+    """Rows checked and worst absolute error, by state; ``choices`` is what each step chose, for comparing runs."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    most_blocks: int = 0
+    late: int = 0
+    choices: dict[tuple[str, int, int], Any] = field(default_factory=dict)
+
+    def note(self, state: str, rows: int, error: float) -> None:
+        self.rows[state] = self.rows.get(state, 0) + rows
+        self.worst[state] = max(self.worst.get(state, 0.0), error)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{s}: {self.rows[s]} rows, worst error {self.worst[s]:.2e}" for s in sorted(self.rows))
+
+
+class Verifier:
+    """Install with ``worker.observer = Verifier(worker)``."""
+
+    def __init__(self, worker: Any, record_choices: bool = False) -> None:
+        self.worker = worker
+        self.report = Report()
+        self.record_choices = record_choices
+        self.size = worker.geometry.block_size
+        self.by_slot: dict[int, tuple[Tensor, Tensor]] = {}
+        self.by_request: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, layer: int, view: Any, metadata: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> None:
+        common = metadata.common
+        starts, lens = common.query_start_loc.tolist(), common.seq_lens.tolist()
+        table = common.block_table_tensor
+        self._capture(layer, common.slot_mapping, key, value)
+        sparse = {(held.request_id, held.born) for held, _, _, _ in view.rows}
+        for i in range(common.num_reqs):
+            count = starts[i + 1] - starts[i]
+            if not count:
+                continue
+            held = self.worker.owner_of(table[i].numpy(), lens[i])
+            if held is None:
+                if count <= 8:
+                    keys, values = self._dense(layer, table[i], lens[i])
+                    self._compare("dense", layer, query, output, starts[i], count, lens[i], keys, values, None)
+                continue
+            keys, values = self._remember(layer, held, table[i], lens[i])
+            if (held.request_id, held.born) in sparse:
+                blocks = self._resident(layer, held, lens[i])
+                state = held.state.name.lower() + (" draft" if self.worker.scorers[layer] is None else "")
+                self._compare(state, layer, query, output, starts[i], count, lens[i], keys, values, blocks)
+                if self.record_choices:
+                    chosen = [sorted(b.tolist()) for b in self.worker.map.block[layer, held.row, :, : held.hot_count]]
+                    self.report.choices[(held.request_id.split("-")[0], lens[i], layer)] = chosen
+
+    def _capture(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        if layer not in self.by_slot:
+            total = self.worker.layout.device_blocks * self.size
+            empty = torch.zeros((total, *key.shape[1:]))
+            self.by_slot[layer] = (empty, empty.clone())
+        real = slots >= 0
+        n = len(slots)
+        self.by_slot[layer][0][slots[real]] = key[:n][real].float()
+        self.by_slot[layer][1][slots[real]] = value[:n][real].float()
+
+    def _dense(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        blocks = table[: -(-length // self.size)].long()
+        slots = (blocks.view(-1, 1) * self.size + torch.arange(self.size)).view(-1)[:length]
+        keys, values = self.by_slot[layer]
+        return keys[slots], values[slots]
+
+    def _remember(self, layer: int, held: Any, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        name = (held.request_id, held.born, layer)
+        if name not in self.by_request or held.state != State.BOUNDED:
+            self.by_request[name] = self._dense(layer, table, length)
+        keys, values = self.by_request[name]
+        if len(keys) < length:
+            grow = torch.zeros((length - len(keys) + 512, *keys.shape[1:]))
+            keys, values = torch.cat((keys, grow)), torch.cat((values, grow))
+            self.by_request[name] = (keys, values)
+        if held.state == State.BOUNDED:  # the middle is remembered; window and tail are where vLLM's table says
+            begin = held.first_window * self.size
+            now = self._dense(layer, table, length)
+            keys[begin:length], values[begin:length] = now[0][begin:], now[1][begin:]
+        return keys, values
+
+    def _resident(self, layer: int, held: Any, length: int) -> list[list[int]]:
+        sinks = self.worker.geometry.sinks
+        if self.worker.scorers[layer] is None:
+            chosen = [held.recent.tolist()]
+        else:
+            chosen = self.worker.map.block[layer, held.row, :, : held.hot_count].tolist()
+        tail = list(range(held.first_window, -(-length // self.size)))
+        sets = [[*range(sinks), *blocks, *tail] for blocks in chosen]
+        for blocks in sets:
+            assert len(set(blocks)) == len(blocks), f"{held.request_id}: a block twice in {blocks}"
+            assert all(sinks <= b < held.first_window for b in blocks[sinks : sinks + held.hot_count]), blocks
+        self.report.most_blocks = max(self.report.most_blocks, len(sets[0]))
+        return sets
+
+    def _compare(
+        self,
+        state: str,
+        layer: int,
+        query: Tensor,
+        output: Tensor,
+        first: int,
+        count: int,
+        length: int,
+        keys: Tensor,
+        values: Tensor,
+        blocks: list[list[int]] | None,
+    ) -> None:
+        heads, dim = keys.shape[1:]
+        scale = dim**-0.5
+        group = query.shape[1] // heads
+        q = query[first : first + count].float().unflatten(1, (heads, group))
+        got = output[first : first + count].float().view(count, heads, group, dim)
+        error = 0.0
+        for head in range(heads):
+            if blocks is None:
+                positions = torch.arange(length)
+            else:
+                mine = torch.tensor(sorted(blocks[head if len(blocks) > 1 else 0]))
+                positions = (mine.view(-1, 1) * self.size + torch.arange(self.size)).view(-1)
+                positions = positions[positions < length]
+            k, v = keys[positions, head], values[positions, head]
+            logits = torch.einsum("tgd,nd->tgn", q[:, head], k) * scale
+            own = torch.arange(length - count, length).view(-1, 1, 1)
+            weights = logits.masked_fill(positions > own, float("-inf")).softmax(-1)
+            expected = torch.einsum("tgn,nd->tgd", weights, v)
+            error = max(error, (expected - got[:, head]).abs().max().item())
+        self.report.note(state, count, error)
+
+
+class VerifierExtension:
+    """For ``worker_extension_cls``: the same check inside worker processes."""
+
+    def verifier_start(self) -> None:
+        worker = active_worker()
+        worker.observer = Verifier(worker)
+
+    def verifier_report(self) -> Report:
+        worker = active_worker()
+        worker.check_integrity()
+        report = worker.observer.report
+        report.late = worker.stats.data.get("late_plans", 0)
+        return report
