@@ -82,11 +82,6 @@ def test_every_wrong_setting_is_named_in_one_message() -> None:
     assert "\n" not in message
 
 
-def test_min_context_is_the_budget_unless_given() -> None:
-    assert Settings.parse({"budget_tokens": 700}).min_context == 700
-    assert Settings.parse({"budget_tokens": 700, "min_context_tokens": 0}).min_context == 0
-
-
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 

@@ -13,9 +13,11 @@ def make_tiny_llama(path: Path, *, seed: int = 0, weight_std: float = 0.12, **ov
     """Write a Llama of 3 layers x 128, 4 query and 2 KV heads, to ``path`` and return it.
 
     The weights are larger than an untrained model's, so that attention is peaked and leaving a block out shows.
+    Values are about as large as 1, as in trained models: an absolute error says something.
 
     Args:
-        weight_std: standard deviation of the weights; queries and keys get 1.3 times that.
+        weight_std: standard deviation of the weights; queries and keys get 1.3 times that, values half (and the
+            output projection twice).
         overrides: fields of ``LlamaConfig``, such as ``num_hidden_layers``; ``dtype="bfloat16"`` too.
     """
     import torch
@@ -44,7 +46,8 @@ def make_tiny_llama(path: Path, *, seed: int = 0, weight_std: float = 0.12, **ov
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms
                 continue
-            std = weight_std * (1.3 if "q_proj" in name or "k_proj" in name else 1)
+            factor = {"q_proj": 1.3, "k_proj": 1.3, "v_proj": 0.5, "o_proj": 2.0}
+            std = weight_std * next((f for part, f in factor.items() if part in name), 1.0)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.to(getattr(torch, str(config["dtype"]).removeprefix("torch."))).save_pretrained(path)
     _write_tokenizer(path, llama.vocab_size, llama.max_position_embeddings)

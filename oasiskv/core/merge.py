@@ -16,7 +16,8 @@ def merge_scores(scores: Tensor, valid: Tensor, method: str, row_weight: Tensor 
     that a head with sharp attention and a flat one count alike; ``mean`` and ``max`` take the scores as they are.
 
     Args:
-        scores: float32 ``[R, Hkv, rows, G, M]``, logs of masses; anything in columns that are not valid.
+        scores: float32 ``[R, Hkv, rows, G, M, units]``, logs of the masses of a page's units (or ``[R, Hkv, rows, G,
+            M]``, of pages); anything in columns that are not valid.
         valid: bool ``[R, M]``: which pages are candidates.
         method: one of ``MERGES``.
         row_weight: bool ``[R, rows]``: which query rows count; all if None. At least one per request must.
@@ -26,9 +27,14 @@ def merge_scores(scores: Tensor, valid: Tensor, method: str, row_weight: Tensor 
     """
     if method not in MERGES:
         raise ValueError(f"group_merge={method!r} is not allowed: use one of {', '.join(MERGES)}")
-    scores = scores.masked_fill(~valid[:, None, None, None, :], _NEVER)
-    if method.startswith("softmax"):
-        scores = scores.softmax(-1)
+    if scores.dim() == 5:
+        scores = scores.unsqueeze(-1)
+    pages = scores.shape[4:]
+    if method.startswith("softmax"):  # a page's share is the sum of its units' shares: no logarithm needed
+        scores = scores.masked_fill(~valid[:, None, None, None, :, None], _NEVER)
+        scores = scores.flatten(4).softmax(-1).unflatten(-1, pages).sum(-1)
+    else:
+        scores = scores.logsumexp(-1).masked_fill(~valid[:, None, None, None, :], _NEVER)
     if row_weight is None:
         row_weight = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
     unused = ~row_weight[:, None, :, None, None]

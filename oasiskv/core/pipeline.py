@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from threadpoolctl import threadpool_limits
 
 Result = TypeVar("Result")
 
@@ -60,9 +61,7 @@ class AsyncPipeline(Generic[Result]):
     """Runs jobs in order on one background thread with one core, beside the forward pass."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="oasiskv-pipeline", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-pipeline", initializer=_use_one_core)
         self._jobs: dict[int, Future[Result]] = {}
 
     def submit(self, layer: int, job: Callable[[], Result]) -> None:
@@ -86,6 +85,12 @@ class AsyncPipeline(Generic[Result]):
         """Cancel what has not begun, wait for what has."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._jobs.clear()
+
+
+def _use_one_core() -> None:
+    """Keep this thread's torch operations off the cores of the forward pass; other threads keep theirs."""
+    torch.get_num_threads()  # torch sets a thread's count at its first use: let it, before it is lowered
+    threadpool_limits(1, user_api="openmp")
 
 
 def free_core() -> bool:

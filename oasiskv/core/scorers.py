@@ -45,8 +45,8 @@ class Scorer(ABC):
         """Keys ``[n, PART_TOKENS, Hkv, D]`` after RoPE, in any float format -> uint8 ``[n, Hkv, part_bytes]``."""
 
     @abstractmethod
-    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        """Estimated log of the (unnormalised) softmax mass that each query gives to each page.
+    def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
+        """Estimated logits of a page's units: its parts, or its tokens where the summary tells them apart.
 
         Args:
             queries: float ``[B, Q, D]``, after RoPE; B runs over (request, KV head), Q over its rows and query heads.
@@ -54,8 +54,15 @@ class Scorer(ABC):
             scale: the softmax scale, usually ``D ** -0.5``.
 
         Returns:
-            float32 ``[B, Q, M]``.
+            float32 ``[B, Q, M, units]``.
         """
+
+    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
+        """Estimated log of the (unnormalised) softmax mass that each query gives to each page: float32 ``[B, Q, M]``.
+
+        Arguments as for :meth:`estimate`.
+        """
+        return self.estimate(queries, summaries, scale).logsumexp(-1)
 
 
 class LinearScorer(Scorer):
@@ -78,13 +85,12 @@ class LinearScorer(Scorer):
     def summarise(self, keys: Tensor) -> Tensor:
         return encode(self.reduce(keys.float()), self.dtype)
 
-    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        pages = summaries.shape[1]
+    def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         values, part_scale = decode(summaries.flatten(1, 2), self.dtype)
-        estimate = products(self.widen(queries.float()), values) * scale
+        estimate = products(self.widen(queries.float() * scale), values)
         if part_scale is not None:
             estimate = estimate * part_scale.unsqueeze(1)
-        return logsumexp_pages(estimate, pages)
+        return per_page(estimate, summaries.shape[1])
 
 
 class BoxScorer(LinearScorer):
@@ -156,10 +162,9 @@ class TwoBitScorer(Scorer):
         packed = a | (b << 2) | (c << 4) | (d << 6)  # [n, PART_TOKENS / 4, heads, D]
         return torch.cat((box, packed.transpose(1, 2).reshape(n, heads, -1)), dim=-1)
 
-    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        pages = summaries.shape[1]
+    def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         keys = self.keys(summaries.flatten(1, 2)).flatten(1, 2)
-        return logsumexp_pages(products(queries.float(), keys) * scale, pages)
+        return per_page(products(queries.float() * scale, keys), summaries.shape[1])
 
     def keys(self, summaries: Tensor) -> Tensor:
         """Summaries uint8 ``[..., part_bytes]`` -> keys ``[..., PART_TOKENS, D]``, in bfloat16 unless float32."""
@@ -194,11 +199,10 @@ class OracleScorer(Scorer):
     def summarise(self, keys: Tensor) -> Tensor:
         return encode(keys.transpose(1, 2).flatten(2), self._held)
 
-    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        pages = summaries.shape[1]
+    def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         values, _ = decode(summaries, self._held)
         keys = values.reshape(summaries.shape[0], -1, self.head_dim)
-        return logsumexp_pages(products(queries.float(), keys) * scale, pages)
+        return per_page(products(queries.float() * scale, keys), summaries.shape[1])
 
 
 class RandomScorer(Scorer):
@@ -214,8 +218,8 @@ class RandomScorer(Scorer):
     def summarise(self, keys: Tensor) -> Tensor:
         return torch.zeros(keys.shape[0], keys.shape[2], self.part_bytes, dtype=torch.uint8, device=keys.device)
 
-    def score(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        shape = (queries.shape[0], queries.shape[1], summaries.shape[1])
+    def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
+        shape = (queries.shape[0], queries.shape[1], summaries.shape[1], 1)
         return torch.rand(shape, generator=self._generator).to(queries.device)
 
 
@@ -269,12 +273,9 @@ def products(queries: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(queries.to(keys.dtype), keys.transpose(1, 2)).float()
 
 
-def logsumexp_pages(estimate: Tensor, pages: int) -> Tensor:
-    """Estimates ``[B, Q, pages * n]`` -> ``[B, Q, pages]``."""
-    each = estimate.shape[2] // max(pages, 1)
-    if each <= 1:
-        return estimate
-    return estimate.view(*estimate.shape[:2], pages, each).logsumexp(-1)
+def per_page(estimate: Tensor, pages: int) -> Tensor:
+    """Estimates ``[B, Q, pages * units]`` -> ``[B, Q, pages, units]``."""
+    return estimate.unflatten(-1, (pages, -1)) if pages else estimate.unsqueeze(-1)
 
 
 def _view(stored: Tensor, dtype: torch.dtype) -> Tensor:

@@ -82,7 +82,7 @@ class Settings(BaseModel):
     ] = "auto"
     min_context_tokens: Annotated[
         Auto | Annotated[int, Field(ge=0)],
-        Field(description="A request with a shorter context stays dense; `auto`: the budget."),
+        Field(description="A request with a shorter context stays dense; `auto`: the request's budget."),
     ] = "auto"
 
     @model_validator(mode="after")
@@ -111,11 +111,6 @@ class Settings(BaseModel):
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, as ``kv_connector_extra_config`` takes them."""
         return self.model_dump(exclude_defaults=True)
-
-    @property
-    def min_context(self) -> int:
-        """Tokens below which a request stays dense, with ``auto`` resolved."""
-        return self.budget_tokens if self.min_context_tokens == "auto" else self.min_context_tokens
 
 
 def _explain(error: Any) -> str:

@@ -4,7 +4,8 @@
     summaries [layer][KV head, host block, part] -> opaque bytes of the scorer
 
 One host block holds all layers and KV heads of one logical block, so that a block is one contiguous run of bytes for
-the tiers below. A page is opaque: its bytes are packed by the attention kernel and are moved whole.
+the tiers below (layers with another page size, as a drafter may have, lie in a run of their own). A page is opaque:
+its bytes are packed by the attention kernel and are moved whole.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ class LayerShape:
     part_bytes: int
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.page_elements * self.dtype.itemsize
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block's pages in this layer."""
-        return self.heads * self.page_elements * self.dtype.itemsize
+        return self.heads * self.page_bytes
 
     @property
     def summary_bytes(self) -> int:
@@ -46,41 +52,64 @@ def bytes_per_block(layers: Sequence[LayerShape]) -> int:
     return sum(layer.block_bytes + layer.summary_bytes for layer in layers)
 
 
+def as_pages(cache: Tensor, page_bytes: int) -> Tensor:
+    """A contiguous cache as one row of int64 per page: whole rows are what ``index_select`` copies fastest."""
+    return cache.view(-1).view(torch.int64).view(-1, page_bytes // 8)
+
+
 class HostArena:
     """Pages and summaries of ``num_blocks`` blocks. Who has which block is the scheduler's business.
 
-    ``pages[l]`` is a view ``[num_blocks, heads, page_elements]``; ``summaries[l]`` is ``[heads, num_blocks, parts,
-    part_bytes]`` of uint8. The memory is exactly ``num_blocks * bytes_per_block(layers)``, never rounded up.
+    ``summaries[l]`` is ``[heads, num_blocks, parts, part_bytes]`` of uint8. The memory is exactly ``num_blocks *
+    bytes_per_block(layers)``, never rounded up.
     """
 
     def __init__(self, num_blocks: int, layers: Sequence[LayerShape]) -> None:
         self.num_blocks = num_blocks
-        run = sum(layer.block_bytes for layer in layers)
-        self._bytes = torch.empty((num_blocks, run), dtype=torch.uint8)
-        self.pages: list[Tensor] = []
-        self.summaries: list[Tensor] = []
-        offset = 0
+        self.layers = tuple(layers)
+        self._first: list[int] = []  # first page of each layer in its run
+        counts: dict[int, int] = {}  # pages of one block in a run, by page size
         for layer in layers:
-            flat = self._bytes[:, offset : offset + layer.block_bytes].view(layer.dtype)
-            self.pages.append(flat.unflatten(1, (layer.heads, layer.page_elements)))
-            self.summaries.append(
-                torch.zeros((layer.heads, num_blocks, layer.parts, layer.part_bytes), dtype=torch.uint8)
-            )
-            offset += layer.block_bytes
+            self._first.append(counts.get(layer.page_bytes, 0))
+            counts[layer.page_bytes] = self._first[-1] + layer.heads
+        self._counts = counts
+        self._pages = {
+            size: torch.empty((num_blocks * count, size // 8), dtype=torch.int64) for size, count in counts.items()
+        }
+        self.summaries = [
+            torch.zeros((layer.heads, num_blocks, layer.parts, layer.part_bytes), dtype=torch.uint8) for layer in layers
+        ]
 
     def store(self, layer: int, host: Tensor, device_pages: Tensor, device: Tensor) -> None:
-        """Copy the blocks ``device`` [n] of ``device_pages`` [blocks, heads, page_elements] to ``host`` [n]."""
-        self.pages[layer][host] = device_pages[device]
+        """Copy whole blocks ``device`` int64 [n] of ``device_pages`` (see :func:`as_pages`) to the blocks ``host``
+        [n]."""
+        heads = torch.arange(self.layers[layer].heads)
+        pages = device_pages.index_select(0, (device.view(-1, 1) * len(heads) + heads).view(-1))
+        arena = self._pages[self.layers[layer].page_bytes]
+        arena.index_copy_(0, self._rows(layer, host.view(-1, 1), heads).view(-1), pages)
 
-    def load(self, layer: int, host: Tensor, heads: Tensor | None, device_pages: Tensor, device: Tensor) -> None:
-        """Copy pages ``host`` [n] to the device blocks ``device`` [n], of one KV head each (``heads`` [n]) or of
-        all."""
-        if heads is None:
-            device_pages[device] = self.pages[layer][host]
-        else:
-            device_pages[device, heads] = self.pages[layer][host, heads]
+    def load(self, layer: int, host: Tensor, head: Tensor | None, device_pages: Tensor, device: Tensor) -> None:
+        """Copy pages of the blocks ``host`` int64 [n] to the blocks ``device`` [n]: KV head ``head`` [n], or all
+        heads."""
+        heads = self.layers[layer].heads
+        if head is None:
+            head = torch.arange(heads).repeat(len(host))
+            host, device = host.repeat_interleave(heads), device.repeat_interleave(heads)
+        arena = self._pages[self.layers[layer].page_bytes]
+        device_pages.index_copy_(0, device * heads + head, arena.index_select(0, self._rows(layer, host, head)))
+
+    def store_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
+        """Copy the summaries of the blocks ``device`` [n] of a store like ours to the blocks ``host`` [n]."""
+        shape = self.layers[layer]
+        source = summaries.view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
+        target = self.summaries[layer].view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
+        target.index_copy_(1, host, source.index_select(1, device))
+
+    def _rows(self, layer: int, host: Tensor, head: Tensor) -> Tensor:
+        count = self._counts[self.layers[layer].page_bytes]
+        return host * count + (self._first[layer] + head)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._bytes.nbytes + sum(s.nbytes for s in self.summaries)
+        return sum(p.nbytes for p in self._pages.values()) + sum(s.nbytes for s in self.summaries)

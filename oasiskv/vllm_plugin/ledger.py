@@ -7,19 +7,17 @@ knows what the pages contain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from oasiskv.core.geometry import Geometry, blocks_for
-from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.core.settings import Settings
 from oasiskv.vllm_plugin.metadata import CopyOut, RequestStep, State
-
-logger = init_logger(__name__)
+from oasiskv.vllm_plugin.switch import BUDGET
 
 IN_PLACE_PAYS = 2.0
 """`auto` goes in_place from this multiple of the budget on: below, choosing costs as much as it saves."""
@@ -92,7 +90,7 @@ class Ledger:
             return 0
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         geometry = self.geometry_for(request)
-        if longest < self.settings.min_context or geometry.middle(longest) <= geometry.hot:
+        if not self._outgrows(geometry, longest):
             return 0
         return blocks_for(longest, self.geometry.block_size)
 
@@ -101,11 +99,7 @@ class Ledger:
         asked = budget_of(request)
         if asked is None or asked >= self.settings.budget_tokens:
             return self.geometry
-        try:
-            return Geometry.of(self.settings, self.geometry.block_size, asked)
-        except SettingsError as error:
-            logger.warning_once("%s; this request uses the server's budget", error)
-            return self.geometry
+        return Geometry.of(self.settings, self.geometry.block_size, asked)
 
     def has_host_room(self, request: Request) -> bool:
         """Whether the request's host blocks can be reserved now."""
@@ -155,31 +149,34 @@ class Ledger:
             return False
         if self.settings.residency == "auto" and not record.chosen:
             return False
-        return record.durable >= record.first_window and self._outgrows(record, record.committed)
+        return record.durable >= record.first_window and self._outgrows(record.geometry, record.committed)
 
     def wants_sparse(self, record: Record, committed: int) -> bool:
         """Whether the request should choose its first set, its context being ``committed`` tokens after this step."""
         residency = self.settings.residency
-        if residency == "dense" or committed < self.settings.min_context or not self._outgrows(record, committed):
+        if residency == "dense" or not self._outgrows(record.geometry, committed):
             return False
         if residency == "auto":
             pays = committed >= IN_PLACE_PAYS * record.geometry.bound * record.geometry.block_size
             return pays or record.chosen
         return residency == "in_place" or bool(record.host)
 
-    def relieve(self, need: int) -> None:
-        """Device blocks run short by ``need``: under `auto`, choose the requests that free most until it is met."""
+    def relieve(self, need: int, own_middle: Callable[[Record], int]) -> None:
+        """Device blocks run short by ``need``: under `auto`, choose the requests that free most until it is met.
+
+        ``own_middle`` counts the middle blocks of a request that it shares with no one: only those are freed.
+        """
         if self.settings.residency != "auto":
             return
-        size = self.geometry.block_size
         gains = []
         for record in self.records.values():
             if record.state == State.BOUNDED:
                 continue
             committed = record.request.num_computed_tokens
-            gain = record.geometry.middle(committed) - record.geometry.hot
-            long_enough = committed >= max(record.prefill_end, self.settings.min_context, size)
-            if record.host and gain > 0 and long_enough:
+            if not record.host or committed < record.prefill_end or not self._outgrows(record.geometry, committed):
+                continue
+            gain = own_middle(record) - record.geometry.hot
+            if gain > 0:
                 if record.chosen:
                     need -= gain
                 else:
@@ -190,8 +187,17 @@ class Ledger:
             record.chosen = True
             need -= gain
 
-    def _outgrows(self, record: Record, committed: int) -> bool:
-        return record.geometry.middle(committed) > record.geometry.hot
+    def awaits_copies(self) -> bool:
+        """Whether a request will free blocks once copies that are on their way are acknowledged."""
+        return any(
+            record.in_flight and record.state != State.BOUNDED and (record.chosen or not self.only_if_it_frees)
+            for record in self.records.values()
+        )
+
+    def _outgrows(self, geometry: Geometry, committed: int) -> bool:
+        """Whether a context of ``committed`` tokens has more middle blocks than hot slots (and is not kept dense)."""
+        least = self.settings.min_context_tokens
+        return geometry.middle(committed) > geometry.hot and (least == "auto" or committed >= least)
 
     # -- one step
 
@@ -294,8 +300,7 @@ class Ledger:
 
 
 def budget_of(request: Request) -> int | None:
-    """The request's own budget in tokens, from ``SamplingParams.extra_args["oasis_budget_tokens"]``."""
+    """The request's own budget in tokens; it was checked when the request was submitted."""
     params = request.sampling_params
-    extra = params.extra_args if params is not None else None
-    value = (extra or {}).get("oasis_budget_tokens")
-    return int(value) if value is not None else None
+    value = ((params.extra_args if params is not None else None) or {}).get(BUDGET)
+    return value if isinstance(value, int) else None

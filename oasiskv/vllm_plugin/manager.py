@@ -42,6 +42,23 @@ class OasisManager(FullAttentionManager):
         elif record.state == State.BOUNDED:
             self._move_window(record)
 
+    def own_middle(self, record: Record) -> int:
+        """Middle blocks of a request that nobody else shares: what bounding it could free, and its hot slots."""
+        blocks = self.req_to_blocks[record.request_id]
+        geometry = record.geometry
+        middle = blocks[geometry.sinks : geometry.first_window(record.request.num_computed_tokens)]
+        return sum(block.ref_cnt == 1 for block in middle)
+
+    def bound_ready(self) -> bool:
+        """Bound every request that is ready for it, without waiting for its turn. Whether any was."""
+        assert self.ledger is not None
+        before = self.block_pool.get_num_free_blocks()
+        for record in self.ledger.records.values():
+            if record.state in (State.SEEDED, State.IN_PLACE) and self.ledger.wants_bounded(record):
+                self._leave_dense(record)
+                self._bound(record)
+        return self.block_pool.get_num_free_blocks() > before
+
     def _leave_dense(self, record: Record) -> None:
         if record.state == State.SEEDED:
             record.state = State.IN_PLACE

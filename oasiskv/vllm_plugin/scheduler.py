@@ -44,7 +44,8 @@ class SchedulerHalf:
         self.manager: OasisManager
         self.step = 0
         self._tried: dict[str, Request] = {}
-        self._stalled_since: int | None = None
+        self._stalled_at = -1
+        self._stalls = 0
         self._acknowledged = 0
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -96,11 +97,18 @@ class SchedulerHalf:
         return 0
 
     def frees_are_near(self) -> bool:
-        """Whether a request that cannot grow should wait: copies are on their way, and not for too long yet."""
-        awaited = any(r.in_flight for r in self.ledger.records.values() if r.state != State.BOUNDED)
-        if self._stalled_since is None:
-            self._stalled_since = self.step
-        return awaited and self.step - self._stalled_since < PATIENCE
+        """A running request cannot grow. Bound who can be bounded now; else wait for copies, but not for long.
+
+        Returns:
+            Whether the request should try again in the next step, before vLLM preempts anyone.
+        """
+        if self._stalled_at != self.step:
+            self._stalls = self._stalls + 1 if self._stalled_at == self.step - 1 else 1
+            self._stalled_at = self.step
+        self.ledger.relieve(1, self.manager.own_middle)
+        if self.manager.bound_ready():
+            return True
+        return self.ledger.awaits_copies() and self._stalls <= PATIENCE
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do in this step."""
@@ -135,10 +143,8 @@ class SchedulerHalf:
             if request_id not in output.num_scheduled_tokens:
                 need = max(need, blocks_for(request.num_tokens, size) + growth - free)
         self._tried.clear()
-        if output.num_scheduled_tokens:
-            self._stalled_since = None
         if need > 0:
-            self.ledger.relieve(need)
+            self.ledger.relieve(need, self.manager.own_middle)
 
     def take_stats(self) -> OasisStats:
         """Gauges of this moment, and the blocks acknowledged since the last call."""

@@ -78,16 +78,19 @@ class InPlaceRows:
 class ScoreGroup:
     """Requests scored together: same summaries, same kind of result.
 
-    ``index`` int64 ``[R, M]`` rows of the store for each candidate (0 where not ``valid``), ``queries`` int64 ``[R,
-    2]`` tokens of the step, ``weight`` bool ``[R, 2]``: which of them count.
+    ``members`` are their rows in the residency map, with the step in which each got it.
+    ``index`` int64 ``[R, M]`` rows of the store for each candidate (0 where not ``valid``), ``hot`` int64 ``[R, H]``
+    device blocks of the hot slots (bounded only), ``queries`` int64 ``[R, 2]`` tokens of the step, ``weight`` bool
+    ``[R, 2]``: which of them count.
     """
 
     on_host: bool
     seeds: bool
     rows: Tensor
-    born: Tensor
+    members: list[tuple[int, int]]
     hot_of: Tensor
     cap: Tensor
+    hot: Tensor
     index: Tensor
     valid: Tensor
     queries: Tensor
@@ -244,8 +247,10 @@ def _score_groups(
     for (on_host, seeds), members in kinds.items():
         most = max(held.first_window for _, held in members) - sinks
         index = np.zeros((len(members), most), dtype=np.int64)
+        hot = np.zeros((len(members), worker.map.hot), dtype=np.int64)
         counts = []
         for k, (i, held) in enumerate(members):
+            hot[k, : len(held.hot)] = held.hot
             source = worker.host_blocks[held.request_id] if on_host else table[i]
             count = held.first_window - sinks
             index[k, :count] = source[sinks : held.first_window]
@@ -261,9 +266,10 @@ def _score_groups(
                 on_host=on_host,
                 seeds=seeds,
                 rows=torch.tensor([held.row for _, held in members]),
-                born=torch.tensor([held.born for _, held in members]),
+                members=[(held.row, held.born) for _, held in members],
                 hot_of=torch.tensor([held.hot_count for _, held in members]),
                 cap=torch.tensor([worker.cap_of(held) for _, held in members]),
+                hot=torch.from_numpy(hot),
                 index=torch.from_numpy(index),
                 valid=torch.arange(most) < torch.tensor(counts).view(-1, 1),
                 queries=first.view(-1, 1) + offsets,
