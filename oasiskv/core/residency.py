@@ -39,7 +39,7 @@ class ResidencyMap:
     @property
     def capacity(self) -> int:
         """Rows there are, free ones included."""
-        return self.hot_of.shape[0]
+        return int(self.hot_of.shape[0])
 
     @property
     def held(self) -> int:
