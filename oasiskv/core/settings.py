@@ -80,6 +80,10 @@ class Settings(BaseModel):
             "at most a quarter of the machine's memory."
         ),
     ] = "auto"
+    reuse_approximate: Annotated[
+        bool,
+        Field(description="Whether blocks that sparse steps computed may be reused, by requests that will be bounded."),
+    ] = True
     min_context_tokens: Annotated[
         Auto | Annotated[int, Field(ge=0)],
         Field(description="A request with a shorter context stays dense; `auto`: the request's budget."),

@@ -96,6 +96,12 @@ class SummaryBook:
                 self._leave(block)
         return plan.build(self.rows)
 
+    def restore(self, blocks: Iterable[int]) -> None:
+        """These device blocks were filled from elsewhere, with all their summaries."""
+        for block in blocks:
+            self._leave(block)
+            self.done[block] = self.parts
+
     def _write(self, request: Written, plan: _Plan) -> None:
         size, parts, blocks = self.block_size, self.parts, request.blocks
         start, end = request.start, request.start + request.count

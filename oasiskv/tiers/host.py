@@ -100,10 +100,15 @@ class HostArena:
 
     def store_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
         """Copy the summaries of the blocks ``device`` [n] of a store like ours to the blocks ``host`` [n]."""
+        _copy_blocks(self._words(layer, summaries), device, self._words(layer, self.summaries[layer]), host)
+
+    def load_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
+        """Copy the summaries of the blocks ``host`` [n] to the blocks ``device`` [n] of a store like ours."""
+        _copy_blocks(self._words(layer, self.summaries[layer]), host, self._words(layer, summaries), device)
+
+    def _words(self, layer: int, summaries: Tensor) -> Tensor:
         shape = self.layers[layer]
-        source = summaries.view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
-        target = self.summaries[layer].view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
-        target.index_copy_(1, host, source.index_select(1, device))
+        return summaries.view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
 
     def _rows(self, layer: int, host: Tensor, head: Tensor) -> Tensor:
         count = self._counts[self.layers[layer].page_bytes]
@@ -113,3 +118,7 @@ class HostArena:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(p.nbytes for p in self._pages.values()) + sum(s.nbytes for s in self.summaries)
+
+
+def _copy_blocks(source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
+    target.index_copy_(1, target_blocks, source.index_select(1, source_blocks))

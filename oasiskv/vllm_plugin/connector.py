@@ -61,12 +61,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """A waiting request is about to be tried."""
         assert self.scheduler is not None
-        return self.scheduler.may_start(request), False
+        return self.scheduler.may_start(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """A waiting request got its slots."""
         assert self.scheduler is not None
-        self.scheduler.ledger.admit(request)
+        self.scheduler.started(request, blocks.get_block_ids()[self.scheduler.layout.group], num_external_tokens)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -91,6 +91,12 @@ class OasisConnector(KVConnectorBase_V1, SupportsHMA):
         ack = connector_output.kv_connector_worker_meta
         if isinstance(ack, WorkerAck):
             self.scheduler.ledger.acknowledge(ack.copied_step)
+
+    def reset_cache(self) -> bool:
+        """The host tier forgets everything that requests do not hold."""
+        assert self.scheduler is not None
+        self.scheduler.forget()
+        return True
 
     # -- worker process
 

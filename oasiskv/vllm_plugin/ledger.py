@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from oasiskv.core.geometry import Geometry, blocks_for
 from oasiskv.core.settings import Settings
+from oasiskv.vllm_plugin.host_index import APPROXIMATE, EXACT, HostIndex
 from oasiskv.vllm_plugin.metadata import CopyOut, RequestStep, State
 from oasiskv.vllm_plugin.switch import BUDGET
 
@@ -28,9 +28,9 @@ class Record:
     """One admitted request.
 
     ``committed``: tokens whose KV is computed and kept. ``dense_tokens``: how many of them were computed densely
-    (None: all so far). ``host``: reserved host blocks, one per logical block. ``queued`` of them were named in a
-    step's metadata, ``durable`` are acknowledged by every rank; both count blocks from the start. ``chosen``: under
-    `auto`, this request is to give up its middle because device blocks run short.
+    (None: all so far). ``host``: host blocks of the logical blocks from 0 on, perhaps shared with others; ``spare``:
+    reserved for those to come. The workers know the first ``told`` of them; ``durable`` are acknowledged by every rank.
+    ``chosen``: under `auto`, this request is to give up its middle because device blocks run short.
     """
 
     request: Request
@@ -43,7 +43,8 @@ class Record:
     hot_holds: list[int] = field(default_factory=list)
     hot_sent: bool = True
     host: list[KVCacheBlock] = field(default_factory=list)
-    queued: int = 0
+    spare: list[KVCacheBlock] = field(default_factory=list)
+    told: int = 0
     durable: int = 0
     in_flight: list[tuple[int, int]] = field(default_factory=list)
     chosen: bool = False
@@ -54,22 +55,27 @@ class Record:
         return self.request.request_id
 
     @property
+    def has_host(self) -> bool:
+        """Whether host blocks are reserved for its whole life."""
+        return bool(self.host or self.spare)
+
+    def is_approximate(self, block: int) -> bool:
+        """Whether the logical block was computed, at least in part, by a sparse step."""
+        return self.dense_tokens is not None and (block + 1) * self.geometry.block_size > self.dense_tokens
+
+    @property
     def prefill_end(self) -> int:
         """Tokens after which the request decodes (a resumed one replays its own output first)."""
         return max(self.request.num_prompt_tokens, self.request.num_tokens - 1)
 
 
 class Ledger:
-    """Book of one engine.
+    """Book of one engine. ``index`` knows the host blocks; None without a host pool."""
 
-    ``host_pool`` hands out host blocks; one is all layers and heads of a block. Its block 0 is vLLM's null block, so
-    that pool block ``i`` is row ``i - 1`` of the workers' arenas.
-    """
-
-    def __init__(self, settings: Settings, geometry: Geometry, host_pool: BlockPool | None, max_model_len: int) -> None:
+    def __init__(self, settings: Settings, geometry: Geometry, index: HostIndex | None, max_model_len: int) -> None:
         self.settings = settings
         self.geometry = geometry
-        self.host_pool = host_pool
+        self.index = index
         self.max_model_len = max_model_len
         self.records: dict[str, Record] = {}
         self._dropped: list[str] = []
@@ -86,7 +92,7 @@ class Ledger:
 
     def host_blocks_for(self, request: Request) -> int:
         """Host blocks that the request may need in its life; 0 if it can never become bounded."""
-        if self.host_pool is None or self.settings.residency in ("dense", "in_place"):
+        if self.index is None or self.settings.residency in ("dense", "in_place"):
             return 0
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         geometry = self.geometry_for(request)
@@ -104,16 +110,38 @@ class Ledger:
     def has_host_room(self, request: Request) -> bool:
         """Whether the request's host blocks can be reserved now."""
         need = self.host_blocks_for(request)
-        return need == 0 or (self.host_pool is not None and self.host_pool.get_num_free_blocks() >= need)
+        return need == 0 or (self.index is not None and self.index.has_room(need, self.find_prefix(request)[0]))
 
-    def admit(self, request: Request) -> None:
-        """A request got its first slots: open its record and reserve its host blocks if there is room."""
+    def find_prefix(self, request: Request) -> tuple[list[KVCacheBlock], int]:
+        """Host blocks that hold the beginning of a waiting request, one token short of all; and how many are exact."""
+        if self.index is None:
+            return [], 0
+        limit = (request.num_tokens - 1) // self.geometry.block_size
+        will_be_bounded = self.settings.residency == "bounded" and self.host_blocks_for(request) > 0
+        return self.index.prefix(request, limit, will_be_bounded and self.settings.reuse_approximate)
+
+    def admit(self, request: Request, restored: int) -> list[KVCacheBlock]:
+        """A request got its first slots: open its record and reserve its host blocks if there is room.
+
+        Args:
+            restored: blocks of its prefix that are on the device, by hits there and loads from here.
+
+        Returns:
+            The host blocks of that prefix that could be found.
+        """
         record = Record(request, self.geometry_for(request))
+        found, exact = self.find_prefix(request)
+        found = found[: max(restored, exact)]  # an approximate copy is of use only to who computes on it
+        if len(found) > exact:
+            record.dense_tokens = exact * self.geometry.block_size
         need = self.host_blocks_for(request)
         if need and self.has_host_room(request):
-            assert self.host_pool is not None
-            record.host = self.host_pool.get_new_blocks(need)
+            assert self.index is not None
+            record.spare = self.index.reserve(need, found)
+            record.host = list(found)
+            record.durable = len(found)
         self.records[request.request_id] = record
+        return found
 
     def forget(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Close a record. Returns its hot slots; the tail blocks go to the workers, which finish their summaries."""
@@ -126,9 +154,9 @@ class Ledger:
         for i, block in enumerate(blocks[first:], start=first):
             if not block.is_null:
                 self._released.append((block.block_id, min(max(committed - i * size, 0), size)))
-        if record.host:
-            assert self.host_pool is not None
-            self.host_pool.free_blocks(reversed(record.host))
+        if self.index is not None:
+            self.index.release(record.host)
+            self.index.release(record.spare)
         if request_id in self._announced:
             self._announced.discard(request_id)
             self._dropped.append(request_id)
@@ -145,7 +173,7 @@ class Ledger:
 
     def wants_bounded(self, record: Record) -> bool:
         """Whether the request's middle should leave the device now, and may."""
-        if self.settings.residency not in ("bounded", "auto") or not record.host:
+        if self.settings.residency not in ("bounded", "auto") or not record.has_host:
             return False
         if self.settings.residency == "auto" and not record.chosen:
             return False
@@ -159,7 +187,7 @@ class Ledger:
         if residency == "auto":
             pays = committed >= IN_PLACE_PAYS * record.geometry.bound * record.geometry.block_size
             return pays or record.chosen
-        return residency == "in_place" or bool(record.host)
+        return residency == "in_place" or record.has_host
 
     def relieve(self, need: int, own_middle: Callable[[Record], int]) -> None:
         """Device blocks run short by ``need``: under `auto`, choose the requests that free most until it is met.
@@ -173,7 +201,7 @@ class Ledger:
             if record.state == State.BOUNDED:
                 continue
             committed = record.request.num_computed_tokens
-            if not record.host or committed < record.prefill_end or not self._outgrows(record.geometry, committed):
+            if not record.has_host or committed < record.prefill_end or not self._outgrows(record.geometry, committed):
                 continue
             gain = own_middle(record) - record.geometry.hot
             if gain > 0:
@@ -233,22 +261,39 @@ class Ledger:
     def copy_of(
         self, record: Record, scheduled: int, drafts: int, blocks: Sequence[KVCacheBlock], step: int
     ) -> CopyOut | None:
-        """Blocks of the request that are full and certain once this step has run, and not yet queued for copying."""
-        if not record.host:
+        """Host blocks of the request that the workers do not know yet: the full, certain blocks once this step has run.
+
+        A block whose exact copy is in the index already is shared, not copied again.
+        """
+        if not record.has_host:
             return None
+        assert self.index is not None
         computed = record.request.num_computed_tokens
         certain = computed + scheduled - drafts if scheduled > drafts else computed
-        full = min(certain // self.geometry.block_size, len(record.host))
-        if full <= record.queued:
+        device: dict[int, int] = {}
+        while record.spare and len(record.host) < certain // self.geometry.block_size:
+            i = len(record.host)
+            approximate = record.is_approximate(i)
+            shared = None if approximate else self.index.find(record.request, i)
+            if shared is not None:
+                self.index.share(shared)
+                record.host.append(shared)
+                self.index.release([record.spare.pop()])
+            else:
+                record.host.append(record.spare.pop())
+                self.index.publish(record.request, record.host, i, APPROXIMATE if approximate else EXACT)
+                device[i] = blocks[i].block_id
+        if record.told == len(record.host):
             return None
         self._announced.add(record.request_id)
-        first, record.queued = record.queued, full
-        record.in_flight.append((step, full))
-        copied = range(first, full)
+        first, record.told = record.told, len(record.host)
+        if record.durable < record.told:
+            record.in_flight.append((step, record.told))
+        span = range(first, record.told)
         return CopyOut(
             first=first,
-            device=tuple(blocks[i].block_id for i in copied),
-            host=tuple(record.host[i].block_id - 1 for i in copied),
+            device=tuple(device.get(i, -1) for i in span),
+            host=tuple(record.host[i].block_id - 1 for i in span),
         )
 
     def acknowledge(self, step: int) -> None:
@@ -269,8 +314,8 @@ class Ledger:
         return counts
 
     def host_used(self) -> int:
-        """Host blocks reserved."""
-        return sum(len(r.host) for r in self.records.values())
+        """Host blocks that requests hold."""
+        return self.index.used if self.index is not None else 0
 
     def check_integrity(self, blocks_of: dict[str, list[KVCacheBlock]], lookahead: int) -> None:
         """Invariants 1, 2, 4, 5 of the design, over all records.

@@ -62,7 +62,8 @@ class OasisManager(FullAttentionManager):
     def _leave_dense(self, record: Record) -> None:
         if record.state == State.SEEDED:
             record.state = State.IN_PLACE
-            record.dense_tokens = record.committed
+            if record.dense_tokens is None:
+                record.dense_tokens = record.committed
         record.first_window = record.geometry.first_window(record.committed)
 
     def _bound(self, record: Record) -> None:

@@ -49,7 +49,10 @@ class RequestStep:
 
 @dataclass(frozen=True)
 class CopyOut:
-    """Full, committed blocks of one request to copy to the host: logical ``first``, ``first + 1``, ..."""
+    """Host blocks of one request, logical ``first``, ``first + 1``, ...: full, committed blocks to copy there.
+
+    A ``device`` block of -1: the copy is there already.
+    """
 
     first: int
     device: tuple[int, ...]
@@ -62,7 +65,8 @@ class StepMetadata(KVConnectorMetadata):
 
     ``released`` holds the tail blocks of requests that left (finished, aborted, preempted) with how many of their
     tokens are committed; ``dropped`` their ids. Both are applied before anything else. ``drafts`` counts the draft
-    tokens of every request that has some, by the device block of its newest token.
+    tokens of every request that has some, by the device block of its newest token. ``loads`` pairs host blocks with the
+    device blocks that they are read into before the forward pass.
     """
 
     step: int
@@ -71,6 +75,7 @@ class StepMetadata(KVConnectorMetadata):
     dropped: list[str] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     drafts: dict[int, int] = field(default_factory=dict)
+    loads: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

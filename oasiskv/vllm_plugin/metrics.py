@@ -19,6 +19,7 @@ COUNTERS = {
     "late_plans": "Swap plans that were not ready when their layer ran again; the swaps happen a step later.",
     "swaps_capped": "Wanted swaps that fetch_cap put off.",
     "sparse_steps": "Steps in which at least one request attended to a chosen set.",
+    "restored_blocks": "Blocks read back from the host tier instead of being computed again.",
     "acknowledged_blocks": "Blocks whose host copy every rank has acknowledged.",
 }
 GAUGES = {

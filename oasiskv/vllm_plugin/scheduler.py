@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.block_pool import BlockPool
 
 from oasiskv.core.geometry import blocks_for
 from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.vllm_plugin.host_index import HostIndex
 from oasiskv.vllm_plugin.layout import Layout
 from oasiskv.vllm_plugin.ledger import Ledger
 from oasiskv.vllm_plugin.manager import OasisManager
@@ -35,15 +36,15 @@ class SchedulerHalf:
         self.lookahead = speculative.num_speculative_tokens if speculative is not None else 0
         self.settings = settings
         self.layout = layout
-        host_pool = None
-        if layout.host_blocks:
-            host_pool = BlockPool(
-                layout.host_blocks + 1, enable_caching=False, hash_block_size=layout.geometry.block_size
-            )
-        self.ledger = Ledger(settings, layout.geometry, host_pool, vllm_config.model_config.max_model_len)
+        index = HostIndex(layout.host_blocks, layout.geometry.block_size) if layout.host_blocks else None
+        self.ledger = Ledger(settings, layout.geometry, index, vllm_config.model_config.max_model_len)
         self.manager: OasisManager
         self.step = 0
         self._tried: dict[str, Request] = {}
+        self._local: dict[str, int] = {}
+        self._loads: list[tuple[int, int]] = []
+        self._restored = 0
+        self._hashes: object = None
         self._stalled_at = -1
         self._stalls = 0
         self._acknowledged = 0
@@ -89,12 +90,40 @@ class SchedulerHalf:
             self.layout.host_blocks,
         )
 
-    def may_start(self, request: Request) -> int | None:
-        """0: the waiting request may be tried now; None: not before the host pool has room for it."""
+    def may_start(self, request: Request, local_tokens: int) -> int | None:
+        """How many tokens beyond the ``local_tokens`` on the device the host tier has of a waiting request.
+
+        None: it may not be tried before the host pool has room for it.
+        """
         self._tried[request.request_id] = request
+        self._follow_reset()
         if self.settings.residency == "bounded" and not self.ledger.has_host_room(request):
             return None
-        return 0
+        self._local[request.request_id] = local_tokens
+        size = self.layout.geometry.block_size
+        return max(0, len(self.ledger.find_prefix(request)[0]) * size - local_tokens)
+
+    def started(self, request: Request, device: Sequence[int], host_tokens: int) -> None:
+        """A waiting request got the device blocks ``device``; ``host_tokens`` of its prefix are to be loaded there."""
+        size = self.layout.geometry.block_size
+        first = self._local.pop(request.request_id, 0) // size
+        last = first + host_tokens // size
+        found = self.ledger.admit(request, restored=last)
+        self._loads += [(found[i].block_id - 1, device[i]) for i in range(first, last)]
+        self._restored += last - first
+
+    def _follow_reset(self) -> None:
+        """vLLM's prefix cache was reset (the weights changed, say): the host tier forgets too."""
+        hashes = self.manager.block_pool.cached_block_hash_to_block
+        if self._hashes is not hashes:
+            if self._hashes is not None:
+                self.forget()
+            self._hashes = hashes
+
+    def forget(self) -> None:
+        """Nothing in the host tier may be found any more."""
+        if self.ledger.index is not None:
+            self.ledger.index.forget()
 
     def frees_are_near(self) -> bool:
         """A running request cannot grow. Bound who can be bounded now; else wait for copies, but not for long.
@@ -115,6 +144,7 @@ class SchedulerHalf:
         self.step += 1
         metadata = StepMetadata(step=self.step)
         metadata.dropped, metadata.released = self.ledger.take_departures()
+        metadata.loads, self._loads = self._loads, []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             record = self.ledger.records.get(request_id)
             if record is None:
@@ -143,6 +173,7 @@ class SchedulerHalf:
             if request_id not in output.num_scheduled_tokens:
                 need = max(need, blocks_for(request.num_tokens, size) + growth - free)
         self._tried.clear()
+        self._local.clear()
         if need > 0:
             self.ledger.relieve(need, self.manager.own_middle)
 
@@ -152,7 +183,8 @@ class SchedulerHalf:
         acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
         self._acknowledged = self.ledger.acknowledged_blocks
         stats = OasisStats()
-        stats.add(acknowledged_blocks=acknowledged)
+        stats.add(acknowledged_blocks=acknowledged, restored_blocks=self._restored)
+        self._restored = 0
         stats.gauge(
             bounded_requests=counts[State.BOUNDED],
             in_place_requests=counts[State.IN_PLACE],

@@ -160,6 +160,7 @@ class Worker:
             writes = self.book.finish(metadata.released)
             for i in self.targets:
                 self._summaries(i).apply(writes, None)
+        self._restore(metadata.loads)
         for request_id, copy in metadata.copies.items():
             table = self.host_blocks.get(request_id, np.empty(0, dtype=np.int64))
             self.host_blocks[request_id] = np.concatenate((table[: copy.first], np.asarray(copy.host, dtype=np.int64)))
@@ -171,6 +172,17 @@ class Worker:
                 self._owner[block] = held
         if any(entry.state >= State.IN_PLACE for entry in metadata.requests.values()):
             self.stats.add(sparse_steps=1)
+
+    def _restore(self, loads: list[tuple[int, int]]) -> None:
+        """Read host blocks back to the device, with their summaries."""
+        if not loads:
+            return
+        host, device = torch.tensor(loads).unbind(1)
+        for i, pages in enumerate(self.pages):
+            self.arena.load(i, host, None, pages, device)
+        for i in self.targets:
+            self.arena.load_summaries(i, host, self._summaries(i).store, device)
+        self.book.restore(device.tolist())
 
     def _time_step(self) -> None:
         now = time.perf_counter()
@@ -248,8 +260,9 @@ class Worker:
         if metadata is None or metadata.step == self.copied_step:
             return
         if metadata.copies:
-            device = torch.tensor([block for copy in metadata.copies.values() for block in copy.device])
-            host = torch.tensor([block for copy in metadata.copies.values() for block in copy.host])
+            named = [pair for copy in metadata.copies.values() for pair in zip(copy.device, copy.host, strict=True)]
+            pairs = torch.tensor([pair for pair in named if pair[0] >= 0], dtype=torch.int64).view(-1, 2)
+            device, host = pairs.unbind(1)
             for i, pages in enumerate(self.pages):
                 self.arena.store(i, host, pages, device)
             for i in self.targets:

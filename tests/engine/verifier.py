@@ -25,7 +25,6 @@ class Report:
     rows: dict[str, int] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     most_blocks: int = 0
-    late: int = 0
     choices: dict[tuple[str, int, int], Any] = field(default_factory=dict)
 
     def note(self, state: str, rows: int, error: float) -> None:
@@ -46,6 +45,8 @@ class Verifier:
         self.size = worker.geometry.block_size
         self.real = torch.empty(0)
         self.by_slot: dict[int, tuple[Tensor, Tensor]] = {}
+        self.by_host: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.restored: dict[int, int] = {}
         self.by_request: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -54,7 +55,9 @@ class Verifier:
         common = metadata.common
         starts, lens = common.query_start_loc.tolist(), common.seq_lens.tolist()
         table = common.block_table_tensor
+        self._follow_loads(layer, key)
         self._capture(layer, common.slot_mapping, key, value)
+        self._follow_copies(layer)
         sparse = {(held.request_id, held.born) for held, _, _, _ in view.rows}
         for i in range(common.num_reqs):
             count = starts[i + 1] - starts[i]
@@ -77,15 +80,38 @@ class Verifier:
                 blocks = self._resident(layer, held, lens[i])
                 state = held.state.name.lower() + (" draft" if self.worker.scorers[layer] is None else "")
                 self._compare(state, layer, query, output, starts[i], count, lens[i], keys, values, blocks)
-                if self.record_choices:
+                if self.record_choices and self.worker.scorers[layer] is not None:
                     chosen = [sorted(b.tolist()) for b in self.worker.map.block[layer, held.row, :, : held.hot_count]]
                     self.report.choices[(held.request_id.split("-")[0], lens[i], layer)] = chosen
 
-    def _capture(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    def _follow_loads(self, layer: int, key: Tensor) -> None:
+        """Blocks that the step read back from the host hold what was copied there once."""
+        step = self.worker._metadata
+        if self.restored.get(layer) == step.step:
+            return
+        self.restored[layer] = step.step
+        for host, device in step.loads:
+            self._slots(layer, key)
+            span = slice(device * self.size, (device + 1) * self.size)
+            for mine, kept in zip(self.by_slot[layer], self.by_host[layer, host], strict=True):
+                mine[span] = kept
+
+    def _follow_copies(self, layer: int) -> None:
+        """Blocks that will be copied to the host once the step is done."""
+        for copy in self.worker._metadata.copies.values():
+            for device, host in zip(copy.device, copy.host, strict=True):
+                if device >= 0:
+                    span = slice(device * self.size, (device + 1) * self.size)
+                    self.by_host[layer, host] = tuple(mine[span].clone() for mine in self.by_slot[layer])
+
+    def _slots(self, layer: int, key: Tensor) -> None:
         if layer not in self.by_slot:
             total = self.worker.layout.device_blocks * self.size
             empty = torch.zeros((total, *key.shape[1:]))
             self.by_slot[layer] = (empty, empty.clone())
+
+    def _capture(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        self._slots(layer, key)
         real = slots >= 0
         n = len(slots)
         self.by_slot[layer][0][slots[real]] = key[:n][real].float()
@@ -168,9 +194,7 @@ class VerifierExtension:
         worker = active_worker()
         worker.observer = Verifier(worker)
 
-    def verifier_report(self) -> Report:
+    def verifier_report(self) -> dict[str, Any]:
         worker = active_worker()
         worker.check_integrity()
-        report = worker.observer.report
-        report.late = worker.stats.data.get("late_plans", 0)
-        return report
+        return vars(worker.observer.report)
