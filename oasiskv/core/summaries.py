@@ -59,6 +59,14 @@ class SummaryWrites:
     rows: int
 
 
+@dataclass(frozen=True)
+class StagedTail:
+    """A partly filled block that lost its place on the device: its stage row (-1: none), and its finished parts."""
+
+    row: int
+    done: int
+
+
 class SummaryBook:
     """Which parts of which device block are summarised, and where unfinished blocks are staged."""
 
@@ -70,6 +78,7 @@ class SummaryBook:
         self._row = np.full(num_blocks, -1, dtype=np.int64)
         self._free: list[int] = []
         self._leaving: list[int] = []
+        self._detached: set[int] = set()
         self.rows = 0
         """Stage rows there are; the layers grow theirs to it."""
 
@@ -86,15 +95,38 @@ class SummaryBook:
             self._write(request, plan)
         return plan.build(self.rows)
 
-    def finish(self, released: Iterable[tuple[int, int]]) -> SummaryWrites:
-        """Requests left: complete the parts of their last blocks, ``(device block, committed tokens in it)``."""
+    def finish(self, released: Iterable[tuple[int, int]], keep: int = -1) -> SummaryWrites:
+        """Requests left: complete the parts of their last blocks, ``(device block, committed tokens in it)``.
+
+        The block ``keep`` goes on waiting for its other parts.
+        """
         self._recycle()
         plan = _Plan()
         for block, filled in released:
             if self._row[block] >= 0:
                 self._from_stage(block, filled // PART_TOKENS, plan)
-                self._leave(block)
+                if block != keep:
+                    self._leave(block)
         return plan.build(self.rows)
+
+    def detach(self, block: int) -> StagedTail:
+        """A request is preempted: keep what its last, partly filled block waits for."""
+        tail = StagedTail(int(self._row[block]), int(self.done[block]))
+        self._row[block] = -1
+        if tail.row >= 0:
+            self._detached.add(tail.row)
+        return tail
+
+    def attach(self, tail: StagedTail, block: int) -> None:
+        """It goes on, with that block in the device block ``block``."""
+        self._detached.discard(tail.row)
+        self._row[block], self.done[block] = tail.row, tail.done
+
+    def discard(self, tail: StagedTail) -> None:
+        """It will not go on."""
+        if tail.row >= 0:
+            self._detached.discard(tail.row)
+            self._leaving.append(tail.row)
 
     def restore(self, blocks: Iterable[int]) -> None:
         """These device blocks were filled from elsewhere, with all their summaries."""
@@ -167,13 +199,13 @@ class SummaryBook:
         return self._free.pop()
 
     def check_integrity(self) -> None:
-        """Every stage row is free, leaving, or held by exactly one unfinished block.
+        """Every stage row is free, leaving, detached, or held by exactly one unfinished block.
 
         Raises:
             AssertionError: a row is lost or held twice.
         """
         held = self._row[self._row >= 0].tolist()
-        everything = sorted(held + self._free + self._leaving)
+        everything = sorted(held + self._free + self._leaving + list(self._detached))
         assert everything == list(range(self.rows)), f"stage rows {everything} are not 0 .. {self.rows - 1}"
 
 

@@ -1,9 +1,9 @@
 """Who has which host block: found by content, counted by reference, least recently used out first.
 
 A host block holds all layers and KV heads of one block of tokens. Its key is vLLM's content hash, which covers the
-tokens before it, the cache salt, the adapter and the multimodal inputs; the index belongs to one engine, so model, layout
-and block size need not be in it. Blocks computed densely are EXACT. What a sparse step computed is APPROXIMATE, kept
-apart, and goes only to requests that will be bounded themselves.
+tokens before it, the cache salt, the adapter and the multimodal inputs; the index belongs to one engine, so model,
+layout and block size need not be in it. Blocks computed densely are EXACT. What a sparse step computed is APPROXIMATE,
+kept apart, and goes only to requests that will be bounded themselves.
 
 vLLM's own ``BlockPool`` does the counting. A block that no request holds stays findable until its room is needed: the
 host tier is a prefix cache.
@@ -60,9 +60,9 @@ class HostIndex:
         return need - len(shared) + idle <= self.pool.get_num_free_blocks()
 
     def reserve(self, need: int, shared: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Hold ``shared``, and as many new blocks as ``need`` is larger; the new ones are returned."""
+        """Hold ``shared``, and as many new blocks as ``need`` is larger; these are returned, the first to use last."""
         self.pool.touch(shared)
-        return self.pool.get_new_blocks(need - len(shared))
+        return self.pool.get_new_blocks(need - len(shared))[::-1]
 
     def share(self, block: KVCacheBlock) -> None:
         """Hold one block more that is in the index."""

@@ -41,6 +41,8 @@ class Layout:
     layers: tuple[OasisLayer, ...]
     device_blocks: int
     host_blocks: int
+    whole: bool = True
+    """Whether our group is the model's only one, so that a prefix can be restored from what we keep."""
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -113,7 +115,8 @@ def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
         layers.append(OasisLayer(name, draft, spec.head_size, shape))
     shapes = [layer.shape for layer in layers]
     host = _host_blocks(vllm_config, settings, shapes, kv_cache_config.num_blocks, block_size)
-    return Layout(index, geometry, tuple(layers), kv_cache_config.num_blocks, host)
+    whole = len(kv_cache_config.kv_cache_groups) == 1
+    return Layout(index, geometry, tuple(layers), kv_cache_config.num_blocks, host, whole)
 
 
 def _host_blocks(

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from oasiskv.core.geometry import Geometry, blocks_for
 from oasiskv.core.settings import Settings
 from oasiskv.vllm_plugin.host_index import APPROXIMATE, EXACT, HostIndex
-from oasiskv.vllm_plugin.metadata import CopyOut, RequestStep, State
+from oasiskv.vllm_plugin.metadata import CopyOut, Park, RequestStep, State
 from oasiskv.vllm_plugin.switch import BUDGET
 
 IN_PLACE_PAYS = 2.0
@@ -72,12 +72,26 @@ class Record:
 class Ledger:
     """Book of one engine. ``index`` knows the host blocks; None without a host pool."""
 
-    def __init__(self, settings: Settings, geometry: Geometry, index: HostIndex | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        index: HostIndex | None,
+        max_model_len: int,
+        restores: bool = True,
+    ) -> None:
+        """``restores``: what the host tier keeps is enough to go on from (the model has no other kind of KV)."""
         self.settings = settings
         self.geometry = geometry
         self.index = index
         self.max_model_len = max_model_len
+        self.restores = restores
         self.records: dict[str, Record] = {}
+        self.parked: dict[str, Record] = {}
+        """Bounded requests that were preempted: their host blocks are kept, and they go on from them."""
+        self._parks: list[Park] = []
+        self.resumed = 0
+        self.recomputed = 0
         self._dropped: list[str] = []
         self._released: list[tuple[int, int]] = []
         self._announced: set[str] = set()
@@ -114,7 +128,7 @@ class Ledger:
 
     def find_prefix(self, request: Request) -> tuple[list[KVCacheBlock], int]:
         """Host blocks that hold the beginning of a waiting request, one token short of all; and how many are exact."""
-        if self.index is None:
+        if self.index is None or not self.restores:
             return [], 0
         limit = (request.num_tokens - 1) // self.geometry.block_size
         will_be_bounded = self.settings.residency == "bounded" and self.host_blocks_for(request) > 0
@@ -147,21 +161,72 @@ class Ledger:
         """Close a record. Returns its hot slots; the tail blocks go to the workers, which finish their summaries."""
         record = self.records.pop(request_id, None)
         if record is None:
+            self.unpark(request_id)
             return []
-        size = self.geometry.block_size
-        committed = record.request.num_computed_tokens
+        if record.request.status == RequestStatus.RUNNING:  # preempted
+            if record.state == State.BOUNDED and self.restores:
+                return self._park(record, blocks)
+            self.recomputed += 1
+        self._released += self._last_blocks(record, blocks)
+        self._close(record)
+        hot, record.hot = record.hot, []
+        return hot
+
+    def _last_blocks(self, record: Record, blocks: Sequence[KVCacheBlock]) -> list[tuple[int, int]]:
+        """Device blocks whose summaries may be unfinished, with their committed tokens."""
+        size, committed = self.geometry.block_size, record.request.num_computed_tokens
         first = max(0, committed // size - 2)
-        for i, block in enumerate(blocks[first:], start=first):
-            if not block.is_null:
-                self._released.append((block.block_id, min(max(committed - i * size, 0), size)))
+        last = [(block, i) for i, block in enumerate(blocks[first:], start=first) if not block.is_null]
+        return [(block.block_id, min(max(committed - i * size, 0), size)) for block, i in last]
+
+    def _close(self, record: Record) -> None:
         if self.index is not None:
             self.index.release(record.host)
             self.index.release(record.spare)
-        if request_id in self._announced:
-            self._announced.discard(request_id)
-            self._dropped.append(request_id)
+        if record.request_id in self._announced:
+            self._announced.discard(record.request_id)
+            self._dropped.append(record.request_id)
+
+    # -- preemption
+
+    def _park(self, record: Record, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """A bounded request is preempted: what is not on the host yet is copied before anyone writes to its blocks."""
+        size = self.geometry.block_size
+        record.committed = record.request.num_computed_tokens
+        rescued = []
+        for i in range(len(record.host), blocks_for(record.committed, size)):
+            record.host.append(record.spare.pop())
+            rescued.append((blocks[i].block_id, record.host[i].block_id - 1))
+        record.told = record.durable = len(record.host)
+        record.in_flight.clear()
+        tail = blocks[record.committed // size].block_id if record.committed % size else -1
+        host = tuple(block.block_id - 1 for block in record.host)
+        released = tuple(self._last_blocks(record, blocks))
+        self._parks.append(Park(record.request_id, released, tail, tuple(rescued), host))
+        self.parked[record.request_id] = record
         hot, record.hot = record.hot, []
         return hot
+
+    def unpark(self, request_id: str) -> None:
+        """A preempted request will not go on from the host (it was aborted, or the cache was reset)."""
+        record = self.parked.pop(request_id, None)
+        if record is not None:
+            self._close(record)
+
+    def resume(self, record: Record) -> None:
+        """A parked request has its device blocks back."""
+        del self.parked[record.request_id]
+        self.records[record.request_id] = record
+        record.state = State.BOUNDED
+        record.first_window = record.geometry.first_window(record.committed)
+        record.hot_holds = [-1] * record.geometry.hot
+        record.hot_sent = False
+        self.resumed += 1
+
+    def take_parks(self) -> list[Park]:
+        """Requests that were parked since the last call."""
+        parks, self._parks = self._parks, []
+        return parks
 
     def take_departures(self) -> tuple[list[str], list[tuple[int, int]]]:
         """Requests that the workers must forget, and their tail blocks, since the last call."""

@@ -9,11 +9,13 @@ The manager frees and keeps; when, the :class:`Ledger` decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
+from oasiskv.core.geometry import blocks_for
 from oasiskv.vllm_plugin.ledger import Ledger, Record
 from oasiskv.vllm_plugin.metadata import State
 
@@ -41,6 +43,43 @@ class OasisManager(FullAttentionManager):
                 self._bound(record)
         elif record.state == State.BOUNDED:
             self._move_window(record)
+
+    # -- a preempted request that goes on from its host blocks gets its bounded footprint, and nothing else
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+        """Device blocks that a request needs to get slots for ``num_tokens``."""
+        record = self._parked(request_id)
+        if record is None:
+            return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        geometry = record.geometry
+        beyond = blocks_for(num_tokens, self.block_size) - geometry.first_window(record.committed)
+        return geometry.sinks + geometry.hot + beyond
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> None:
+        """Blocks that vLLM's prefix cache still has are left there."""
+        if self._parked(request_id) is None:
+            super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Sinks, hot slots, window and tail; null blocks where the middle is."""
+        record = self._parked(request_id)
+        if record is None:
+            super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+            return
+        assert self.ledger is not None
+        self.ledger.resume(record)
+        geometry, pool, blocks = record.geometry, self.block_pool, self.req_to_blocks[request_id]
+        total = blocks_for(record.committed, self.block_size)
+        blocks += pool.get_new_blocks(geometry.sinks)
+        blocks += [self._null_block] * (record.first_window - geometry.sinks)
+        blocks += pool.get_new_blocks(total - record.first_window)
+        record.hot = pool.get_new_blocks(geometry.hot)
+        self.num_cached_block[request_id] = total
+
+    def _parked(self, request_id: str) -> Record | None:
+        return self.ledger.parked.get(request_id) if self.ledger is not None else None
 
     def own_middle(self, record: Record) -> int:
         """Middle blocks of a request that nobody else shares: what bounding it could free, and its hot slots."""

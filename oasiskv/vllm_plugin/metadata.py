@@ -59,6 +59,21 @@ class CopyOut:
     host: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Park:
+    """A bounded request that was preempted, and keeps its host blocks and its residency map.
+
+    ``released`` are its last blocks, as in :class:`StepMetadata`; of them ``tail`` is only partly filled (-1: none is).
+    ``rescued`` pairs device with host blocks, to be copied before the forward pass. ``host`` are all its host blocks.
+    """
+
+    request_id: str
+    released: tuple[tuple[int, int], ...]
+    tail: int
+    rescued: tuple[tuple[int, int], ...]
+    host: tuple[int, ...]
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, for step ``step``.
@@ -66,7 +81,8 @@ class StepMetadata(KVConnectorMetadata):
     ``released`` holds the tail blocks of requests that left (finished, aborted, preempted) with how many of their
     tokens are committed; ``dropped`` their ids. Both are applied before anything else. ``drafts`` counts the draft
     tokens of every request that has some, by the device block of its newest token. ``loads`` pairs host blocks with the
-    device blocks that they are read into before the forward pass.
+    device blocks that they are read into before the forward pass. ``parks`` and ``resumes`` (request, its tail block on
+    the device): preempted requests that stop and go on.
     """
 
     step: int
@@ -76,6 +92,8 @@ class StepMetadata(KVConnectorMetadata):
     released: list[tuple[int, int]] = field(default_factory=list)
     drafts: dict[int, int] = field(default_factory=dict)
     loads: list[tuple[int, int]] = field(default_factory=list)
+    parks: list[Park] = field(default_factory=list)
+    resumes: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass

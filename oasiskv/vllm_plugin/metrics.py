@@ -20,6 +20,8 @@ COUNTERS = {
     "swaps_capped": "Wanted swaps that fetch_cap put off.",
     "sparse_steps": "Steps in which at least one request attended to a chosen set.",
     "restored_blocks": "Blocks read back from the host tier instead of being computed again.",
+    "resumed_requests": "Preempted requests that went on from their host blocks.",
+    "recomputed_requests": "Preempted requests whose KV is computed again.",
     "acknowledged_blocks": "Blocks whose host copy every rank has acknowledged.",
 }
 GAUGES = {

@@ -11,7 +11,7 @@ from oasiskv.core.geometry import blocks_for
 from oasiskv.core.settings import Settings, SettingsError
 from oasiskv.vllm_plugin.host_index import HostIndex
 from oasiskv.vllm_plugin.layout import Layout
-from oasiskv.vllm_plugin.ledger import Ledger
+from oasiskv.vllm_plugin.ledger import Ledger, Record
 from oasiskv.vllm_plugin.manager import OasisManager
 from oasiskv.vllm_plugin.metadata import State, StepMetadata
 from oasiskv.vllm_plugin.metrics import OasisStats
@@ -37,12 +37,13 @@ class SchedulerHalf:
         self.settings = settings
         self.layout = layout
         index = HostIndex(layout.host_blocks, layout.geometry.block_size) if layout.host_blocks else None
-        self.ledger = Ledger(settings, layout.geometry, index, vllm_config.model_config.max_model_len)
+        self.ledger = Ledger(settings, layout.geometry, index, vllm_config.model_config.max_model_len, layout.whole)
         self.manager: OasisManager
         self.step = 0
         self._tried: dict[str, Request] = {}
         self._local: dict[str, int] = {}
         self._loads: list[tuple[int, int]] = []
+        self._resumes: list[tuple[str, int]] = []
         self._restored = 0
         self._hashes: object = None
         self._stalled_at = -1
@@ -97,6 +98,11 @@ class SchedulerHalf:
         """
         self._tried[request.request_id] = request
         self._follow_reset()
+        parked = self.ledger.parked.get(request.request_id)
+        if parked is not None:
+            if parked.committed > local_tokens:
+                return parked.committed - local_tokens
+            self.ledger.unpark(request.request_id)
         if self.settings.residency == "bounded" and not self.ledger.has_host_room(request):
             return None
         self._local[request.request_id] = local_tokens
@@ -105,12 +111,25 @@ class SchedulerHalf:
 
     def started(self, request: Request, device: Sequence[int], host_tokens: int) -> None:
         """A waiting request got the device blocks ``device``; ``host_tokens`` of its prefix are to be loaded there."""
+        record = self.ledger.records.get(request.request_id)
+        if record is not None:  # it was parked
+            self._resumed(record, device)
+            return
         size = self.layout.geometry.block_size
         first = self._local.pop(request.request_id, 0) // size
         last = first + host_tokens // size
         found = self.ledger.admit(request, restored=last)
         self._loads += [(found[i].block_id - 1, device[i]) for i in range(first, last)]
         self._restored += last - first
+
+    def _resumed(self, record: Record, device: Sequence[int]) -> None:
+        geometry, size = record.geometry, self.layout.geometry.block_size
+        there = [*range(geometry.sinks), *range(record.first_window, blocks_for(record.committed, size))]
+        self._loads += [(record.host[i].block_id - 1, device[i]) for i in there]
+        if record.committed % size:  # its last block goes on filling: its copy does not count yet
+            self._resumes.append((record.request_id, device[there[-1]]))
+            record.spare.append(record.host.pop())
+            record.told = record.durable = len(record.host)
 
     def _follow_reset(self) -> None:
         """vLLM's prefix cache was reset (the weights changed, say): the host tier forgets too."""
@@ -124,6 +143,8 @@ class SchedulerHalf:
         """Nothing in the host tier may be found any more."""
         if self.ledger.index is not None:
             self.ledger.index.forget()
+        for request_id in list(self.ledger.parked):
+            self.ledger.unpark(request_id)
 
     def frees_are_near(self) -> bool:
         """A running request cannot grow. Bound who can be bounded now; else wait for copies, but not for long.
@@ -145,6 +166,8 @@ class SchedulerHalf:
         metadata = StepMetadata(step=self.step)
         metadata.dropped, metadata.released = self.ledger.take_departures()
         metadata.loads, self._loads = self._loads, []
+        metadata.resumes, self._resumes = self._resumes, []
+        metadata.parks = self.ledger.take_parks()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             record = self.ledger.records.get(request_id)
             if record is None:
@@ -184,7 +207,8 @@ class SchedulerHalf:
         self._acknowledged = self.ledger.acknowledged_blocks
         stats = OasisStats()
         stats.add(acknowledged_blocks=acknowledged, restored_blocks=self._restored)
-        self._restored = 0
+        stats.add(resumed_requests=self.ledger.resumed, recomputed_requests=self.ledger.recomputed)
+        self._restored = self.ledger.resumed = self.ledger.recomputed = 0
         stats.gauge(
             bounded_requests=counts[State.BOUNDED],
             in_place_requests=counts[State.IN_PLACE],

@@ -10,7 +10,7 @@ Per step::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +25,11 @@ from oasiskv.core.pipeline import Pipeline, make_pipeline
 from oasiskv.core.residency import ResidencyMap
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import Settings, SettingsError
-from oasiskv.core.summaries import LayerSummaries, SummaryBook
+from oasiskv.core.summaries import LayerSummaries, StagedTail, SummaryBook
 from oasiskv.core.swap_plan import EMPTY, SwapPlan, first_set, plan_swaps
 from oasiskv.tiers.host import HostArena, as_pages
 from oasiskv.vllm_plugin.layout import Layout, layer_scorer
-from oasiskv.vllm_plugin.metadata import RequestStep, State, StepMetadata
+from oasiskv.vllm_plugin.metadata import Park, RequestStep, State, StepMetadata
 from oasiskv.vllm_plugin.metrics import OasisStats
 from oasiskv.vllm_plugin.step import ScoreGroup, StepView
 
@@ -41,6 +41,7 @@ class Held:
     """One sparse request on this rank. ``row`` is its row in the residency map, ``born`` the step in which it got it.
 
     ``hot``: device blocks of its hot slots (bounded only). ``recent``: logical blocks in them for draft layers.
+    ``stage``: the keys that its last block waits for, while it is preempted.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Held:
     drafts: int = 0
     real_drafts: int = 0
     hot: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    stage: StagedTail | None = None
     recent: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -154,13 +156,17 @@ class Worker:
         self._metadata = metadata
         self.step = metadata.step
         self._time_step()
+        for park in metadata.parks:
+            self._park(park)
         for request_id in metadata.dropped:
             self._drop(request_id)
         if metadata.released:
-            writes = self.book.finish(metadata.released)
-            for i in self.targets:
-                self._summaries(i).apply(writes, None)
+            self._finish(metadata.released)
         self._restore(metadata.loads)
+        for request_id, tail in metadata.resumes:
+            stage, self.held[request_id].stage = self.held[request_id].stage, None
+            assert stage is not None
+            self.book.attach(stage, tail)
         for request_id, copy in metadata.copies.items():
             table = self.host_blocks.get(request_id, np.empty(0, dtype=np.int64))
             self.host_blocks[request_id] = np.concatenate((table[: copy.first], np.asarray(copy.host, dtype=np.int64)))
@@ -172,6 +178,23 @@ class Worker:
                 self._owner[block] = held
         if any(entry.state >= State.IN_PLACE for entry in metadata.requests.values()):
             self.stats.add(sparse_steps=1)
+
+    def _finish(self, released: Sequence[tuple[int, int]], keep: int = -1) -> None:
+        writes = self.book.finish(released, keep)
+        for i in self.targets:
+            self._summaries(i).apply(writes, None)
+
+    def _park(self, park: Park) -> None:
+        """A request is preempted: its blocks will be overwritten in this step's forward pass, not before."""
+        for i in self.targets:
+            self._commit(i, wait=True)
+        self._finish(park.released, park.tail)
+        held = self.held[park.request_id]
+        self.host_blocks[park.request_id] = np.asarray(park.host, dtype=np.int64)
+        if park.rescued:
+            self._copy_out(*torch.tensor(park.rescued).unbind(1))
+        if park.tail >= 0:
+            held.stage = self.book.detach(park.tail)
 
     def _restore(self, loads: list[tuple[int, int]]) -> None:
         """Read host blocks back to the device, with their summaries."""
@@ -220,6 +243,8 @@ class Worker:
         held = self.held.pop(request_id, None)
         if held is not None:
             self.map.release(held.row)
+            if held.stage is not None:
+                self.book.discard(held.stage)
             del self._born[held.row]
 
     def _fill_hot_slots(self, held: Held, holds: Tensor) -> None:
@@ -262,12 +287,14 @@ class Worker:
         if metadata.copies:
             named = [pair for copy in metadata.copies.values() for pair in zip(copy.device, copy.host, strict=True)]
             pairs = torch.tensor([pair for pair in named if pair[0] >= 0], dtype=torch.int64).view(-1, 2)
-            device, host = pairs.unbind(1)
-            for i, pages in enumerate(self.pages):
-                self.arena.store(i, host, pages, device)
-            for i in self.targets:
-                self.arena.store_summaries(i, host, self._summaries(i).store, device)
+            self._copy_out(*pairs.unbind(1))
         self.copied_step = metadata.step
+
+    def _copy_out(self, device: Tensor, host: Tensor) -> None:
+        for i, pages in enumerate(self.pages):
+            self.arena.store(i, host, pages, device)
+        for i in self.targets:
+            self.arena.store_summaries(i, host, self._summaries(i).store, device)
 
     # -- inside the layers
 

@@ -90,6 +90,10 @@ class Verifier:
         if self.restored.get(layer) == step.step:
             return
         self.restored[layer] = step.step
+        for park in step.parks:  # blocks saved before anyone writes to them
+            for device, host in park.rescued:
+                span = slice(device * self.size, (device + 1) * self.size)
+                self.by_host[layer, host] = tuple(mine[span].clone() for mine in self.by_slot[layer])
         for host, device in step.loads:
             self._slots(layer, key)
             span = slice(device * self.size, (device + 1) * self.size)
