@@ -66,11 +66,19 @@ class Ledger:
     that pool block ``i`` is row ``i - 1`` of the workers' arenas.
     """
 
-    def __init__(self, settings: Settings, geometry: Geometry, host_pool: BlockPool | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        host_pool: BlockPool | None,
+        max_model_len: int,
+        lookahead: int = 0,
+    ) -> None:
         self.settings = settings
         self.geometry = geometry
         self.host_pool = host_pool
         self.max_model_len = max_model_len
+        self.lookahead = lookahead
         self.records: dict[str, Record] = {}
         self._dropped: list[str] = []
         self._released: list[tuple[int, int]] = []
@@ -86,7 +94,7 @@ class Ledger:
 
     def host_blocks_for(self, request: Request) -> int:
         """Host blocks that the request may need in its life; 0 if it can never become bounded."""
-        if self.host_pool is None or self.settings.residency in ("dense", "in_place"):
+        if self.host_pool is None or self.settings.residency in ("dense", "in_place") or request.resumable:
             return 0
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         geometry = self.geometry_for(request)
@@ -107,7 +115,12 @@ class Ledger:
         return need == 0 or (self.host_pool is not None and self.host_pool.get_num_free_blocks() >= need)
 
     def admit(self, request: Request) -> None:
-        """A request got its first slots: open its record and reserve its host blocks if there is room."""
+        """A request got its first slots: open its record and reserve its host blocks if there is room.
+
+        A session whose input streams in comes here once per turn; it stays dense.
+        """
+        if request.request_id in self.records:
+            return
         record = Record(request, self.geometry_for(request))
         need = self.host_blocks_for(request)
         if need and self.has_host_room(request):
@@ -122,7 +135,7 @@ class Ledger:
             return []
         size = self.geometry.block_size
         committed = record.request.num_computed_tokens
-        first = max(0, committed // size - 2)
+        first = max(0, committed // size - 1 - blocks_for(self.lookahead, size))
         for i, block in enumerate(blocks[first:], start=first):
             if not block.is_null:
                 self._released.append((block.block_id, min(max(committed - i * size, 0), size)))
@@ -154,7 +167,7 @@ class Ledger:
     def wants_sparse(self, record: Record, committed: int) -> bool:
         """Whether the request should choose its first set, its context being ``committed`` tokens after this step."""
         residency = self.settings.residency
-        if residency == "dense" or not self._outgrows(record.geometry, committed):
+        if residency == "dense" or record.request.resumable or not self._outgrows(record.geometry, committed):
             return False
         if residency == "auto":
             pays = committed >= IN_PLACE_PAYS * record.geometry.bound * record.geometry.block_size
@@ -218,9 +231,10 @@ class Ledger:
         self._announced.add(record.request_id)
         sends_hot = record.state == State.BOUNDED and not record.hot_sent
         record.hot_sent = True
+        own = (computed + scheduled - drafts - 1) // geometry.block_size
         return RequestStep(
             state=record.state,
-            tail=tuple(b.block_id for b in blocks[record.first_window :]),
+            tail=tuple(b.block_id for b in blocks[own:]),
             first_window=record.first_window,
             hot_count=geometry.hot,
             hot=tuple(b.block_id for b in record.hot) if sends_hot else (),
@@ -272,7 +286,7 @@ class Ledger:
         """Host blocks reserved."""
         return sum(len(r.host) for r in self.records.values())
 
-    def check_integrity(self, blocks_of: dict[str, list[KVCacheBlock]], lookahead: int) -> None:
+    def check_integrity(self, blocks_of: dict[str, list[KVCacheBlock]]) -> None:
         """Invariants 1, 2, 4, 5 of the design, over all records.
 
         Raises:
@@ -285,7 +299,7 @@ class Ledger:
             if record.state != State.BOUNDED:
                 assert not record.hot, f"{name}: hot slots in state {record.state.name}"
                 continue
-            allowed = geometry.bound + blocks_for(geometry.block_size + lookahead, geometry.block_size)
+            allowed = geometry.bound + blocks_for(geometry.block_size + self.lookahead, geometry.block_size)
             assert len(held) + len(record.hot) <= allowed, (
                 f"{name}: holds {len(held)} + {len(record.hot)} hot blocks, allowed are {allowed}"
             )

@@ -40,13 +40,17 @@ class SchedulerHalf:
             host_pool = BlockPool(
                 layout.host_blocks + 1, enable_caching=False, hash_block_size=layout.geometry.block_size
             )
-        self.ledger = Ledger(settings, layout.geometry, host_pool, vllm_config.model_config.max_model_len)
+        self.ledger = Ledger(
+            settings, layout.geometry, host_pool, vllm_config.model_config.max_model_len, self.lookahead
+        )
         self.manager: OasisManager
         self.step = 0
         self._tried: dict[str, Request] = {}
+        self._host_is_full = False
         self._stalled_at = -1
         self._stalls = 0
         self._acknowledged = 0
+        self._sparse_steps = 0
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Join with the block manager and take the summaries' share out of the pool.
@@ -92,7 +96,11 @@ class SchedulerHalf:
     def may_start(self, request: Request) -> int | None:
         """0: the waiting request may be tried now; None: not before the host pool has room for it."""
         self._tried[request.request_id] = request
-        if self.settings.residency == "bounded" and not self.ledger.has_host_room(request):
+        if self._stalled_at == self.step:  # the blocks just freed are for the running request that waits for them
+            return None
+        needs_host = self.settings.residency == "bounded" and self.ledger.host_blocks_for(request) > 0
+        if needs_host and (self._host_is_full or not self.ledger.has_host_room(request)):
+            self._host_is_full = True  # nobody who came later overtakes
             return None
         return 0
 
@@ -131,6 +139,7 @@ class SchedulerHalf:
             if copy is not None:
                 metadata.copies[request_id] = copy
         self._relieve(output)
+        self._sparse_steps += any(entry.state >= State.IN_PLACE for entry in metadata.requests.values())
         return metadata
 
     def _relieve(self, output: SchedulerOutput) -> None:
@@ -143,6 +152,7 @@ class SchedulerHalf:
             if request_id not in output.num_scheduled_tokens:
                 need = max(need, blocks_for(request.num_tokens, size) + growth - free)
         self._tried.clear()
+        self._host_is_full = False
         if need > 0:
             self.ledger.relieve(need, self.manager.own_middle)
 
@@ -152,7 +162,8 @@ class SchedulerHalf:
         acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
         self._acknowledged = self.ledger.acknowledged_blocks
         stats = OasisStats()
-        stats.add(acknowledged_blocks=acknowledged)
+        stats.add(acknowledged_blocks=acknowledged, sparse_steps=self._sparse_steps)
+        self._sparse_steps = 0
         stats.gauge(
             bounded_requests=counts[State.BOUNDED],
             in_place_requests=counts[State.IN_PLACE],
@@ -164,4 +175,4 @@ class SchedulerHalf:
 
     def check_integrity(self) -> None:
         """All invariants that the scheduler process can see."""
-        self.ledger.check_integrity(dict(self.manager.req_to_blocks), self.lookahead)
+        self.ledger.check_integrity(dict(self.manager.req_to_blocks))
