@@ -134,7 +134,7 @@ class SummaryBook:
             self.done[blocks[i]] = last_bulk
 
     def _complete(self, request: Written, plan: _Plan) -> None:
-        """Summarise staged parts that are full and certain now; drafts accepted since may have filled earlier blocks."""
+        """Summarise staged parts that are full and certain now; accepted drafts may have filled earlier blocks."""
         size, parts, blocks = self.block_size, self.parts, request.blocks
         certain = request.start + request.count - request.uncertain
         for i in range(max(0, request.start - size - self.lookahead) // size, -(-certain // size)):

@@ -300,6 +300,8 @@ class Worker:
         if not view.groups:
             return
         seeds = any(g.seeds for g in view.groups)
+        if not seeds and (self.step + layer) % self.settings.steps_between_scores:
+            return  # another layer's turn
         if self.pipeline.busy(layer):
             if not seeds:
                 return
