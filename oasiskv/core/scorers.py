@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from oasiskv.core.kernels import code_products
 from oasiskv.core.settings import PART_TOKENS
 
 SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -163,8 +164,15 @@ class TwoBitScorer(Scorer):
         return torch.cat((box, packed.transpose(1, 2).reshape(n, heads, -1)), dim=-1)
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        keys = self.keys(summaries.flatten(1, 2)).flatten(1, 2)
-        return per_page(products(queries.float() * scale, keys), summaries.shape[1])
+        """``q . key = q . (c - h) + sum_d q_d step_d code_d``: one small product, and one pass over the codes."""
+        queries = (queries.float() * scale).contiguous()
+        box, packed = summaries.flatten(1, 2).tensor_split((self._box.part_bytes,), dim=-1)
+        centre, half = self._read_box(box)
+        lowest = torch.bmm(queries, (centre - half).transpose(1, 2))
+        logits = lowest.unsqueeze(-1).repeat(1, 1, 1, PART_TOKENS)
+        packed = packed.contiguous().unflatten(-1, (PART_TOKENS // 4, self.head_dim))
+        code_products(queries.numpy(), (half * (2 / 3)).numpy(), packed.numpy(), logits.numpy())
+        return per_page(logits.flatten(2), summaries.shape[1])
 
     def keys(self, summaries: Tensor) -> Tensor:
         """Summaries uint8 ``[..., part_bytes]`` -> keys ``[..., PART_TOKENS, D]``, in bfloat16 unless float32."""

@@ -50,6 +50,10 @@ class Settings(BaseModel):
     scorer: Annotated[
         Literal["box", "minmax", "mean", "q2"], Field(description="How a block's relevance is estimated.")
     ] = "box"
+    score_interval: Annotated[
+        Auto | Annotated[int, Field(ge=1)],
+        Field(description="Steps from one scoring of a layer to its next; `auto`: 4 for `q2`, else 1."),
+    ] = "auto"
     summary_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8"],
         Field(description="Number format of the summaries; `auto` is the model's own (bfloat16 or float32)."),
@@ -111,6 +115,13 @@ class Settings(BaseModel):
             return cls.model_validate(dict(values))
         except ValidationError as error:
             raise SettingsError("OasisKV: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+    @property
+    def steps_between_scores(self) -> int:
+        """``score_interval`` with ``auto`` resolved: what costs more is done less often."""
+        if self.score_interval != "auto":
+            return self.score_interval
+        return 4 if self.scorer == "q2" else 1
 
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, as ``kv_connector_extra_config`` takes them."""

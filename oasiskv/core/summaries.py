@@ -70,8 +70,10 @@ class StagedTail:
 class SummaryBook:
     """Which parts of which device block are summarised, and where unfinished blocks are staged."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
+        """``lookahead``: most draft tokens of a step."""
         self.block_size = block_size
+        self.lookahead = lookahead
         self.parts = block_size // PART_TOKENS
         self.done = np.zeros(num_blocks, dtype=np.int16)
         """Finished parts of each device block."""
@@ -87,12 +89,17 @@ class SummaryBook:
         """Blocks that hold a stage row."""
         return int((self._row >= 0).sum())
 
-    def write(self, requests: Iterable[Written]) -> SummaryWrites:
-        """Plan for the keys of one step."""
+    def write(self, requests: Sequence[Written]) -> SummaryWrites:
+        """Plan for the keys of one step.
+
+        In two passes: a request may have hit a block that another one, in a later row, completes in this very step.
+        """
         self._recycle()
         plan = _Plan()
         for request in requests:
             self._write(request, plan)
+        for request in requests:
+            self._complete(request, plan)
         return plan.build(self.rows)
 
     def finish(self, released: Iterable[tuple[int, int]], keep: int = -1) -> SummaryWrites:
@@ -159,16 +166,19 @@ class SummaryBook:
                 self._row[block] = self._take_row()
             plan.stage_tokens.append(request.first_token + position - start)
             plan.stage_slots.append(int(self._row[block]) * size + position % size)
-        begin = max(0, start - size) // size  # drafts accepted since may have filled the block before
-        for i in range(begin, -(-certain // size)):
-            block, target = blocks[i], min(parts, certain // PART_TOKENS - i * parts)
-            if self.done[block] >= parts:
-                continue
-            first_bulk, last_bulk = min(max(low - i * parts, 0), parts), min(max(high - i * parts, 0), parts)
-            if last_bulk > first_bulk:
-                self._from_stage(block, min(target, first_bulk), plan)
-                self.done[block] = last_bulk
-            self._from_stage(block, target, plan)
+        for i in range(max(low, 0) // parts, -(-high // parts) if high >= 0 else 0):
+            first_bulk, last_bulk = max(low - i * parts, 0), min(high - i * parts, parts)
+            self._from_stage(blocks[i], first_bulk, plan)
+            self.done[blocks[i]] = last_bulk
+
+    def _complete(self, request: Written, plan: _Plan) -> None:
+        """Summarise staged parts that are full and certain now; accepted drafts may have filled earlier blocks."""
+        size, parts, blocks = self.block_size, self.parts, request.blocks
+        certain = request.start + request.count - request.uncertain
+        for i in range(max(0, request.start - size - self.lookahead) // size, -(-certain // size)):
+            block = blocks[i]
+            if self.done[block] < parts:
+                self._from_stage(block, min(parts, certain // PART_TOKENS - i * parts), plan)
             if self.done[block] >= parts:
                 self._leave(block)
 
@@ -205,6 +215,8 @@ class SummaryBook:
             AssertionError: a row is lost or held twice.
         """
         held = self._row[self._row >= 0].tolist()
+        unfinished = self.done < self.parts
+        assert bool(unfinished[self._row >= 0].all()), "a finished block holds a stage row"
         everything = sorted(held + self._free + self._leaving + list(self._detached))
         assert everything == list(range(self.rows)), f"stage rows {everything} are not 0 .. {self.rows - 1}"
 

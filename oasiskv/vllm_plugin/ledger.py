@@ -78,6 +78,7 @@ class Ledger:
         geometry: Geometry,
         index: HostIndex | None,
         max_model_len: int,
+        lookahead: int = 0,
         restores: bool = True,
     ) -> None:
         """``restores``: what the host tier keeps is enough to go on from (the model has no other kind of KV)."""
@@ -86,9 +87,11 @@ class Ledger:
         self.index = index
         self.max_model_len = max_model_len
         self.restores = restores
+        self.lookahead = lookahead
         self.records: dict[str, Record] = {}
         self.parked: dict[str, Record] = {}
         """Bounded requests that were preempted: their host blocks are kept, and they go on from them."""
+        self.resuming: set[str] = set()
         self._parks: list[Park] = []
         self.resumed = 0
         self.recomputed = 0
@@ -106,7 +109,7 @@ class Ledger:
 
     def host_blocks_for(self, request: Request) -> int:
         """Host blocks that the request may need in its life; 0 if it can never become bounded."""
-        if self.index is None or self.settings.residency in ("dense", "in_place"):
+        if self.index is None or self.settings.residency in ("dense", "in_place") or request.resumable:
             return 0
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         geometry = self.geometry_for(request)
@@ -175,7 +178,7 @@ class Ledger:
     def _last_blocks(self, record: Record, blocks: Sequence[KVCacheBlock]) -> list[tuple[int, int]]:
         """Device blocks whose summaries may be unfinished, with their committed tokens."""
         size, committed = self.geometry.block_size, record.request.num_computed_tokens
-        first = max(0, committed // size - 2)
+        first = max(0, committed // size - 1 - blocks_for(self.lookahead, size))
         last = [(block, i) for i, block in enumerate(blocks[first:], start=first) if not block.is_null]
         return [(block.block_id, min(max(committed - i * size, 0), size)) for block, i in last]
 
@@ -222,6 +225,7 @@ class Ledger:
         record.hot_holds = [-1] * record.geometry.hot
         record.hot_sent = False
         self.resumed += 1
+        self.resuming.add(record.request_id)
 
     def take_parks(self) -> list[Park]:
         """Requests that were parked since the last call."""
@@ -247,7 +251,7 @@ class Ledger:
     def wants_sparse(self, record: Record, committed: int) -> bool:
         """Whether the request should choose its first set, its context being ``committed`` tokens after this step."""
         residency = self.settings.residency
-        if residency == "dense" or not self._outgrows(record.geometry, committed):
+        if residency == "dense" or record.request.resumable or not self._outgrows(record.geometry, committed):
             return False
         if residency == "auto":
             pays = committed >= IN_PLACE_PAYS * record.geometry.bound * record.geometry.block_size
@@ -311,9 +315,10 @@ class Ledger:
         self._announced.add(record.request_id)
         sends_hot = record.state == State.BOUNDED and not record.hot_sent
         record.hot_sent = True
+        own = (computed + scheduled - drafts - 1) // geometry.block_size
         return RequestStep(
             state=record.state,
-            tail=tuple(b.block_id for b in blocks[record.first_window :]),
+            tail=tuple(b.block_id for b in blocks[own:]),
             first_window=record.first_window,
             hot_count=geometry.hot,
             hot=tuple(b.block_id for b in record.hot) if sends_hot else (),
@@ -382,7 +387,7 @@ class Ledger:
         """Host blocks that requests hold."""
         return self.index.used if self.index is not None else 0
 
-    def check_integrity(self, blocks_of: dict[str, list[KVCacheBlock]], lookahead: int) -> None:
+    def check_integrity(self, blocks_of: dict[str, list[KVCacheBlock]]) -> None:
         """Invariants 1, 2, 4, 5 of the design, over all records.
 
         Raises:
@@ -395,7 +400,7 @@ class Ledger:
             if record.state != State.BOUNDED:
                 assert not record.hot, f"{name}: hot slots in state {record.state.name}"
                 continue
-            allowed = geometry.bound + blocks_for(geometry.block_size + lookahead, geometry.block_size)
+            allowed = geometry.bound + blocks_for(geometry.block_size + self.lookahead, geometry.block_size)
             assert len(held) + len(record.hot) <= allowed, (
                 f"{name}: holds {len(held)} + {len(record.hot)} hot blocks, allowed are {allowed}"
             )

@@ -33,7 +33,7 @@ class OasisManager(FullAttentionManager):
     ) -> None:
         """Called for every request that is about to get slots: move its state on, free what has left."""
         record = self.ledger.records.get(request_id) if self.ledger else None
-        if record is None:
+        if record is None or record.request.is_finished():
             return
         assert self.ledger is not None
         record.committed = processed_computed_tokens
@@ -103,7 +103,7 @@ class OasisManager(FullAttentionManager):
             record.state = State.IN_PLACE
             if record.dense_tokens is None:
                 record.dense_tokens = record.committed
-        record.first_window = record.geometry.first_window(record.committed)
+        record.first_window = max(record.first_window, record.geometry.first_window(record.committed))
 
     def _bound(self, record: Record) -> None:
         """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots."""

@@ -30,10 +30,10 @@ class State(IntEnum):
 class RequestStep:
     """One sparse request that runs in this step.
 
-    ``tail`` names the device blocks from ``first_window`` on: the row of the request is the one whose newest token
-    lies in one of them. ``hot`` (device block ids) and ``hot_holds`` (which logical block lies there, -1: nothing
-    yet) are sent once, when the request becomes bounded. Of the row's last ``drafts`` tokens the first
-    ``real_drafts`` are real drafts, the others padding.
+    ``tail`` names the device blocks from that of its newest certain token on, which nobody else can have: the row of
+    the request is the one whose newest token lies in one of them. ``hot`` (device block ids) and ``hot_holds`` (which
+    logical block lies there, -1: nothing yet) are sent once, when the request becomes bounded. Of the row's last
+    ``drafts`` tokens the first ``real_drafts`` are real drafts, the others padding.
     """
 
     state: State

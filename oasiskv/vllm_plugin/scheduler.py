@@ -37,7 +37,9 @@ class SchedulerHalf:
         self.settings = settings
         self.layout = layout
         index = HostIndex(layout.host_blocks, layout.geometry.block_size) if layout.host_blocks else None
-        self.ledger = Ledger(settings, layout.geometry, index, vllm_config.model_config.max_model_len, layout.whole)
+        self.ledger = Ledger(
+            settings, layout.geometry, index, vllm_config.model_config.max_model_len, self.lookahead, layout.whole
+        )
         self.manager: OasisManager
         self.step = 0
         self._tried: dict[str, Request] = {}
@@ -46,9 +48,11 @@ class SchedulerHalf:
         self._resumes: list[tuple[str, int]] = []
         self._restored = 0
         self._hashes: object = None
+        self._host_is_full = False
         self._stalled_at = -1
         self._stalls = 0
         self._acknowledged = 0
+        self._sparse_steps = 0
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """Join with the block manager and take the summaries' share out of the pool.
@@ -98,12 +102,16 @@ class SchedulerHalf:
         """
         self._tried[request.request_id] = request
         self._follow_reset()
+        if self._stalled_at == self.step:  # the blocks just freed are for the running request that waits for them
+            return None
         parked = self.ledger.parked.get(request.request_id)
         if parked is not None:
             if parked.committed > local_tokens:
                 return parked.committed - local_tokens
             self.ledger.unpark(request.request_id)
-        if self.settings.residency == "bounded" and not self.ledger.has_host_room(request):
+        needs_host = self.settings.residency == "bounded" and self.ledger.host_blocks_for(request) > 0
+        if needs_host and (self._host_is_full or not self.ledger.has_host_room(request)):
+            self._host_is_full = True  # nobody who came later overtakes
             return None
         self._local[request.request_id] = local_tokens
         size = self.layout.geometry.block_size
@@ -112,9 +120,10 @@ class SchedulerHalf:
     def started(self, request: Request, device: Sequence[int], host_tokens: int) -> None:
         """A waiting request got the device blocks ``device``; ``host_tokens`` of its prefix are to be loaded there."""
         record = self.ledger.records.get(request.request_id)
-        if record is not None:  # it was parked
-            self._resumed(record, device)
-            return
+        if record is not None:
+            if record.request_id in self.ledger.resuming:
+                self._resumed(record, device)
+            return  # else a session whose input streams in comes here once per turn
         size = self.layout.geometry.block_size
         first = self._local.pop(request.request_id, 0) // size
         last = first + host_tokens // size
@@ -123,6 +132,7 @@ class SchedulerHalf:
         self._restored += last - first
 
     def _resumed(self, record: Record, device: Sequence[int]) -> None:
+        self.ledger.resuming.discard(record.request_id)
         geometry, size = record.geometry, self.layout.geometry.block_size
         there = [*range(geometry.sinks), *range(record.first_window, blocks_for(record.committed, size))]
         self._loads += [(record.host[i].block_id - 1, device[i]) for i in there]
@@ -184,6 +194,7 @@ class SchedulerHalf:
             if copy is not None:
                 metadata.copies[request_id] = copy
         self._relieve(output)
+        self._sparse_steps += any(entry.state >= State.IN_PLACE for entry in metadata.requests.values())
         return metadata
 
     def _relieve(self, output: SchedulerOutput) -> None:
@@ -197,6 +208,7 @@ class SchedulerHalf:
                 need = max(need, blocks_for(request.num_tokens, size) + growth - free)
         self._tried.clear()
         self._local.clear()
+        self._host_is_full = False
         if need > 0:
             self.ledger.relieve(need, self.manager.own_middle)
 
@@ -206,9 +218,10 @@ class SchedulerHalf:
         acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
         self._acknowledged = self.ledger.acknowledged_blocks
         stats = OasisStats()
-        stats.add(acknowledged_blocks=acknowledged, restored_blocks=self._restored)
+        stats.add(acknowledged_blocks=acknowledged, restored_blocks=self._restored, sparse_steps=self._sparse_steps)
         stats.add(resumed_requests=self.ledger.resumed, recomputed_requests=self.ledger.recomputed)
         self._restored = self.ledger.resumed = self.ledger.recomputed = 0
+        self._sparse_steps = 0
         stats.gauge(
             bounded_requests=counts[State.BOUNDED],
             in_place_requests=counts[State.IN_PLACE],
@@ -220,4 +233,4 @@ class SchedulerHalf:
 
     def check_integrity(self) -> None:
         """All invariants that the scheduler process can see."""
-        self.ledger.check_integrity(dict(self.manager.req_to_blocks), self.lookahead)
+        self.ledger.check_integrity(dict(self.manager.req_to_blocks))

@@ -64,7 +64,7 @@ class InPlaceRows:
     def tables(self, resident: Tensor) -> Tensor:
         """Tables ``[R * heads, width]`` for ``resident`` int32 ``[R, heads, H]``, in ids of (block, KV head) pages."""
         requests, heads, hot = resident.shape
-        flat = resident.clamp_min(0).view(requests, -1).long()
+        flat = resident.clamp_min(0).view(requests, -1).long()  # slots that a smaller budget does not have are EMPTY
         picked = self.device.gather(1, flat).view(requests, heads, hot)
         table = self.fixed.expand(-1, heads, -1).clone()
         columns = slice(self.sinks, self.sinks + hot)
@@ -138,7 +138,7 @@ def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> 
 
     writes = None
     if not drafting:
-        writes = worker.book.write(
+        writes = worker.writes_of(
             Written(
                 start=lens[i] - (starts[i + 1] - starts[i]),
                 count=starts[i + 1] - starts[i],

@@ -10,7 +10,7 @@ Per step::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ from oasiskv.core.pipeline import Pipeline, make_pipeline
 from oasiskv.core.residency import ResidencyMap
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import Settings, SettingsError
-from oasiskv.core.summaries import LayerSummaries, StagedTail, SummaryBook
+from oasiskv.core.summaries import LayerSummaries, StagedTail, SummaryBook, SummaryWrites, Written
 from oasiskv.core.swap_plan import EMPTY, SwapPlan, first_set, plan_swaps
 from oasiskv.tiers.host import HostArena, as_pages
 from oasiskv.vllm_plugin.layout import Layout, layer_scorer
@@ -89,7 +89,9 @@ class Worker:
         self.targets = [i for i, layer in enumerate(layout.layers) if not layer.is_draft]
         set_heads = self.kv_heads if settings.granularity == "head" else 1
         self.map = ResidencyMap(len(layout.layers), set_heads, self.geometry.hot)
-        self.book = SummaryBook(layout.device_blocks, self.geometry.block_size)
+        speculative = vllm_config.speculative_config
+        lookahead = speculative.num_speculative_tokens if speculative is not None else 0
+        self.book = SummaryBook(layout.device_blocks, self.geometry.block_size, lookahead)
         self.scorers: list[Scorer | None] = [
             None if layer.is_draft else layer_scorer(settings, layer.head_dim, self.dtype) for layer in layout.layers
         ]
@@ -111,7 +113,8 @@ class Worker:
         self._metadata: StepMetadata | None = None
         self._bandwidth: float | None = None
         self._step_seconds: float | None = None
-        self._step_began: float | None = None
+        self._began = 0.0
+        self._writes: SummaryWrites | None = None
 
     # -- set-up
 
@@ -155,7 +158,8 @@ class Worker:
             return
         self._metadata = metadata
         self.step = metadata.step
-        self._time_step()
+        self._began = time.perf_counter()
+        self._writes = None
         for park in metadata.parks:
             self._park(park)
         for request_id in metadata.dropped:
@@ -176,8 +180,6 @@ class Worker:
             held = self._take_in(request_id, entry)
             for block in entry.tail:
                 self._owner[block] = held
-        if any(entry.state >= State.IN_PLACE for entry in metadata.requests.values()):
-            self.stats.add(sparse_steps=1)
 
     def _finish(self, released: Sequence[tuple[int, int]], keep: int = -1) -> None:
         writes = self.book.finish(released, keep)
@@ -206,13 +208,6 @@ class Worker:
         for i in self.targets:
             self.arena.load_summaries(i, host, self._summaries(i).store, device)
         self.book.restore(device.tolist())
-
-    def _time_step(self) -> None:
-        now = time.perf_counter()
-        if self._step_began is not None:
-            took = now - self._step_began
-            self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
-        self._step_began = now
 
     def _take_in(self, request_id: str, entry: RequestStep) -> Held:
         held = self.held.get(request_id)
@@ -289,6 +284,9 @@ class Worker:
             pairs = torch.tensor([pair for pair in named if pair[0] >= 0], dtype=torch.int64).view(-1, 2)
             self._copy_out(*pairs.unbind(1))
         self.copied_step = metadata.step
+        if metadata.requests:
+            took = time.perf_counter() - self._began
+            self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
 
     def _copy_out(self, device: Tensor, host: Tensor) -> None:
         for i, pages in enumerate(self.pages):
@@ -301,6 +299,12 @@ class Worker:
     def owner_of(self, table: np.ndarray, seq_len: int) -> Held | None:
         """The sparse request whose row this is: the one that owns the block of the row's newest token."""
         return self._owner.get(int(table[(seq_len - 1) // self.geometry.block_size]))
+
+    def writes_of(self, rows: Iterable[Written]) -> SummaryWrites:
+        """What the layers do with this step's keys; the same for all of vLLM's attention groups."""
+        if self._writes is None:
+            self._writes = self.book.write(list(rows))
+        return self._writes
 
     def cap_of(self, held: Held) -> int:
         """Most pages per KV head and step for this request."""
@@ -329,13 +333,15 @@ class Worker:
             groups = [g for g in view.groups if not g.seeds]
             if groups:
                 self._commit(layer, wait=True)
-                self._enter(layer, self._job(layer, groups, query, scale, uncapped=True)())
+                self._enter(layer, self._job(layer, groups, query, scale, uncapped=True)(), counts=True)
 
     def after_attention(self, layer: int, view: StepView, query: Tensor, scale: float) -> None:
         """Hand the layer's queries to the pipeline, unless its last job is still on the way."""
         if not view.groups:
             return
         seeds = any(g.seeds for g in view.groups)
+        if not seeds and (self.step + layer) % self.settings.steps_between_scores:
+            return  # another layer's turn
         if self.pipeline.busy(layer):
             if not seeds:
                 return
@@ -380,9 +386,9 @@ class Worker:
             self.stats.add(late_plans=1)
         else:
             self._seeding.discard(layer)
-            self._enter(layer, outcomes)
+            self._enter(layer, outcomes, counts=self.settings.miss_policy == "drop")
 
-    def _enter(self, layer: int, outcomes: list[Outcome]) -> None:
+    def _enter(self, layer: int, outcomes: list[Outcome], counts: bool) -> None:
         for outcome in outcomes:
             group = outcome.group
             lives = [self._born.get(row) == born for row, born in group.members]
@@ -396,7 +402,8 @@ class Worker:
                 if group.on_host:
                     self._fetch(layer, plan, index, hot)
                 self.map.apply(layer, plan)
-                self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
+                if counts:
+                    self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
 
     def _fetch(self, layer: int, plan: SwapPlan, index: Tensor, hot: Tensor) -> None:
         """Copy the plan's pages into their slots: host blocks ``index`` [R, M] of the candidates, device blocks
@@ -438,6 +445,10 @@ class Worker:
             self._commit(i, wait=True)
         windows = {h.row: h.first_window for h in self.held.values()}
         self.map.check_integrity(self.geometry.sinks, windows)
+        for held in self.held.values():
+            if held.state >= State.IN_PLACE:
+                chosen = self.map.block[self.targets, held.row, :, : held.hot_count]
+                assert bool((chosen != EMPTY).all()), f"{held.request_id}: an empty hot slot"
         self.book.check_integrity()
         assert set(self._born) == set(windows), "rows and requests differ"
 
