@@ -15,7 +15,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oasiskv.core.kernels import code_products
 from oasiskv.core.settings import PART_TOKENS
 
 SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -165,6 +164,9 @@ class TwoBitScorer(Scorer):
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         """``q . key = q . (c - h) + sum_d q_d step_d code_d``: one small product, and one pass over the codes."""
+        # vLLM's CPU worker fails to start where numba was imported before it
+        from oasiskv.core.kernels import code_products
+
         queries = (queries.float() * scale).contiguous()
         box, packed = summaries.flatten(1, 2).tensor_split((self._box.part_bytes,), dim=-1)
         centre, half = self._read_box(box)
