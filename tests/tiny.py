@@ -9,7 +9,9 @@ VOCABULARY = 512
 PAD, BOS, EOS = 0, 1, 2
 
 
-def make_tiny_llama(path: Path, *, seed: int = 0, weight_std: float = 0.12, **overrides: Any) -> Path:
+def make_tiny_llama(
+    path: Path, *, seed: int = 0, weight_std: float = 0.12, mixing: float = 1.0, **overrides: Any
+) -> Path:
     """Write a Llama of 3 layers x 128, 4 query and 2 KV heads, to ``path`` and return it.
 
     The weights are larger than an untrained model's, so that attention is peaked and leaving a block out shows.
@@ -18,6 +20,8 @@ def make_tiny_llama(path: Path, *, seed: int = 0, weight_std: float = 0.12, **ov
     Args:
         weight_std: standard deviation of the weights; queries and keys get 1.3 times that, values half (and the
             output projection twice).
+        mixing: what attention adds, as a share of that. With little of it the next word hangs on the last one, so that
+            drafts are accepted and n-grams repeat, while attention itself is as peaked as ever.
         overrides: fields of ``LlamaConfig``, such as ``num_hidden_layers``; ``dtype="bfloat16"`` too.
     """
     import torch
@@ -46,7 +50,7 @@ def make_tiny_llama(path: Path, *, seed: int = 0, weight_std: float = 0.12, **ov
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms
                 continue
-            factor = {"q_proj": 1.3, "k_proj": 1.3, "v_proj": 0.5, "o_proj": 2.0}
+            factor = {"q_proj": 1.3, "k_proj": 1.3, "v_proj": 0.5, "o_proj": 2.0 * mixing}
             std = weight_std * next((f for part, f in factor.items() if part in name), 1.0)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.to(getattr(torch, str(config["dtype"]).removeprefix("torch."))).save_pretrained(path)

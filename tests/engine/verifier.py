@@ -46,7 +46,7 @@ class Verifier:
         self.real = torch.empty(0)
         self.by_slot: dict[int, tuple[Tensor, Tensor]] = {}
         self.by_host: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.restored: dict[int, int] = {}
+        self.loaded: dict[int, int] = {}
         self.by_request: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -85,28 +85,32 @@ class Verifier:
                     self.report.choices[(held.request_id.split("-")[0], lens[i], layer)] = chosen
 
     def _follow_loads(self, layer: int, key: Tensor) -> None:
-        """Blocks that the step read back from the host hold what was copied there once."""
+        """What the step moved before its forward pass: blocks saved from preempted requests, and blocks read back."""
         step = self.worker._metadata
-        if self.restored.get(layer) == step.step:
+        if self.loaded.get(layer) == step.step:
             return
-        self.restored[layer] = step.step
-        for park in step.parks:  # blocks saved before anyone writes to them
+        self.loaded[layer] = step.step
+        self._slots(layer, key)
+        for park in step.parks:
             for device, host in park.rescued:
-                span = slice(device * self.size, (device + 1) * self.size)
-                self.by_host[layer, host] = tuple(mine[span].clone() for mine in self.by_slot[layer])
+                self._keep(layer, device, host)
         for host, device in step.loads:
-            self._slots(layer, key)
-            span = slice(device * self.size, (device + 1) * self.size)
             for mine, kept in zip(self.by_slot[layer], self.by_host[layer, host], strict=True):
-                mine[span] = kept
+                mine[self._span(device)] = kept
 
     def _follow_copies(self, layer: int) -> None:
         """Blocks that will be copied to the host once the step is done."""
         for copy in self.worker._metadata.copies.values():
             for device, host in zip(copy.device, copy.host, strict=True):
                 if device >= 0:
-                    span = slice(device * self.size, (device + 1) * self.size)
-                    self.by_host[layer, host] = tuple(mine[span].clone() for mine in self.by_slot[layer])
+                    self._keep(layer, device, host)
+
+    def _keep(self, layer: int, device: int, host: int) -> None:
+        keys, values = self.by_slot[layer]
+        self.by_host[layer, host] = keys[self._span(device)].clone(), values[self._span(device)].clone()
+
+    def _span(self, device: int) -> slice:
+        return slice(device * self.size, (device + 1) * self.size)
 
     def _slots(self, layer: int, key: Tensor) -> None:
         if layer not in self.by_slot:
@@ -170,24 +174,21 @@ class Verifier:
         blocks: list[list[int]] | None,
     ) -> None:
         heads, dim = keys.shape[1:]
-        scale = dim**-0.5
-        group = query.shape[1] // heads
-        q = query[first : first + count].double().unflatten(1, (heads, group))
-        got = output[first : first + count].double().view(count, heads, group, dim)
-        error = 0.0
-        for head in range(heads):
-            if blocks is None:
-                positions = torch.arange(length)
-            else:
-                mine = torch.tensor(sorted(blocks[head if len(blocks) > 1 else 0]))
-                positions = (mine.view(-1, 1) * self.size + torch.arange(self.size)).view(-1)
-                positions = positions[positions < length]
-            k, v = keys[positions, head].double(), values[positions, head].double()
-            logits = torch.einsum("tgd,nd->tgn", q[:, head], k) * scale
-            own = torch.arange(length - count, length).view(-1, 1, 1)
-            weights = logits.masked_fill(positions > own, float("-inf")).softmax(-1)
-            expected = torch.einsum("tgn,nd->tgd", weights, v)
-            error = max(error, (expected - got[:, head])[self.real].abs().max().item())
+        q = query[first : first + count].double().unflatten(1, (heads, -1))  # [rows, heads, group, D]
+        got = output[first : first + count].double().view(q.shape)
+        if blocks is None:
+            positions = torch.arange(length).view(1, -1)
+        else:  # every head sees as many blocks, and its tail is the same
+            mine = torch.tensor([sorted(own) for own in blocks])
+            positions = (mine.unsqueeze(-1) * self.size + torch.arange(self.size)).flatten(1)
+            positions = positions[:, : positions.shape[1] - (-length) % self.size]
+        seen = positions, torch.arange(heads).view(-1, 1)
+        k, v = keys[seen].double(), values[seen].double()  # [heads, positions, D]
+        logits = torch.einsum("thgd,hnd->thgn", q, k) * dim**-0.5
+        own = torch.arange(length - count, length).view(-1, 1, 1, 1)
+        weights = logits.masked_fill(positions.unsqueeze(1) > own, float("-inf")).softmax(-1)
+        expected = torch.einsum("thgn,hnd->thgd", weights, v)
+        error = (expected - got)[self.real].abs().max().item()
         self.report.note(state, int(self.real.sum()), error)
 
 
@@ -200,5 +201,6 @@ class VerifierExtension:
 
     def verifier_report(self) -> dict[str, Any]:
         worker = active_worker()
-        worker.check_integrity()
+        with torch.inference_mode():
+            worker.check_integrity()
         return vars(worker.observer.report)
