@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from tiny import make_tiny_ll
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # OpenMP's threads spin while they wait: on a busy machine two take 20 times as long as one
     "NUMBA_NUM_THREADS": "1",  # the n-gram proposer's threads set OpenMP's
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",  # by default it takes hundreds of MiB before it forgets a shape
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB at most; every test names its pool in blocks
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the test's own process, so that its state can be looked at
@@ -65,3 +66,11 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_tiny_llama
 
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-draft", seed=3, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def steady_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Llama that soon repeats itself, and that agrees with itself whatever blocks it attends to."""
+    from tiny import make_tiny_llama
+
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "steady-llama", mixing=0.007)

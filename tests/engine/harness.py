@@ -72,7 +72,8 @@ class Engine:
         self._watch_preemptions()
         self._watch_drafts()
         if self.worker is not None:
-            self._watch_counts()
+            self._watch_counts(self.half)
+            self._watch_counts(self.worker)
 
     def _watch_preemptions(self) -> None:
         original = self.scheduler._preempt_request
@@ -94,26 +95,30 @@ class Engine:
 
         self.scheduler.make_spec_decoding_stats = stats
 
-    def _watch_counts(self) -> None:
-        original = self.worker.take_stats
+    def _watch_counts(self, half: Any) -> None:
+        from oasiskv.vllm_plugin.metrics import COUNTERS
+
+        original = half.take_stats
 
         def take_stats() -> Any:
             stats = original()
             if stats is not None:
-                self.counts.update(stats.data)
+                self.counts.update({name: n for name, n in stats.data.items() if name in COUNTERS})
             return stats
 
-        self.worker.take_stats = take_stats
+        half.take_stats = take_stats
 
     # -- requests
 
     def submit(self, tokens: Sequence[int], max_tokens: int, name: str | None = None, **sampling: Any) -> str:
         """Add a request; greedy and of exactly ``max_tokens`` tokens unless told otherwise."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         if name is None:
             name, self._next_id = str(self._next_id), self._next_id + 1
         settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | sampling
+        settings["output_kind"] = RequestOutputKind.FINAL_ONLY
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(tokens)}, SamplingParams(**settings))
         return name
 
@@ -133,8 +138,7 @@ class Engine:
         while self.llm.llm_engine.has_unfinished_requests():
             for output in self.step():
                 tokens[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
-        if self.worker is not None:
-            self.worker.check_integrity()
+        self.check_worker()
         return tokens
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any) -> list[list[list[int]]]:
@@ -160,6 +164,14 @@ class Engine:
         return found
 
     # -- what must hold
+
+    def check_worker(self) -> None:
+        """The worker's invariants. Swaps that are on the way are entered, as its next step would."""
+        import torch
+
+        if self.worker is not None:
+            with torch.inference_mode():
+                self.worker.check_integrity()
 
     def blocks_of(self, request_id: str) -> list[int]:
         """Device blocks that a request holds now, hot slots included."""
@@ -190,7 +202,7 @@ class Engine:
         assert dropped == [] and len(released) == 1
         worker.book.finish(released)
         assert worker.book.staged_blocks == 0
-        worker.check_integrity()
+        self.check_worker()
 
     def close(self) -> None:
         """Shut the engine down and check that its threads have ended."""

@@ -25,7 +25,6 @@ class Report:
     rows: dict[str, int] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     most_blocks: int = 0
-    late: int = 0
     choices: dict[tuple[str, int, int], Any] = field(default_factory=dict)
 
     def note(self, state: str, rows: int, error: float) -> None:
@@ -77,7 +76,7 @@ class Verifier:
                 blocks = self._resident(layer, held, lens[i])
                 state = held.state.name.lower() + (" draft" if self.worker.scorers[layer] is None else "")
                 self._compare(state, layer, query, output, starts[i], count, lens[i], keys, values, blocks)
-                if self.record_choices:
+                if self.record_choices and self.worker.scorers[layer] is not None:
                     chosen = [sorted(b.tolist()) for b in self.worker.map.block[layer, held.row, :, : held.hot_count]]
                     self.report.choices[(held.request_id.split("-")[0], lens[i], layer)] = chosen
 
@@ -140,24 +139,21 @@ class Verifier:
         blocks: list[list[int]] | None,
     ) -> None:
         heads, dim = keys.shape[1:]
-        scale = dim**-0.5
-        group = query.shape[1] // heads
-        q = query[first : first + count].double().unflatten(1, (heads, group))
-        got = output[first : first + count].double().view(count, heads, group, dim)
-        error = 0.0
-        for head in range(heads):
-            if blocks is None:
-                positions = torch.arange(length)
-            else:
-                mine = torch.tensor(sorted(blocks[head if len(blocks) > 1 else 0]))
-                positions = (mine.view(-1, 1) * self.size + torch.arange(self.size)).view(-1)
-                positions = positions[positions < length]
-            k, v = keys[positions, head].double(), values[positions, head].double()
-            logits = torch.einsum("tgd,nd->tgn", q[:, head], k) * scale
-            own = torch.arange(length - count, length).view(-1, 1, 1)
-            weights = logits.masked_fill(positions > own, float("-inf")).softmax(-1)
-            expected = torch.einsum("tgn,nd->tgd", weights, v)
-            error = max(error, (expected - got[:, head])[self.real].abs().max().item())
+        q = query[first : first + count].double().unflatten(1, (heads, -1))  # [rows, heads, group, D]
+        got = output[first : first + count].double().view(q.shape)
+        if blocks is None:
+            positions = torch.arange(length).view(1, -1)
+        else:  # every head sees as many blocks, and its tail is the same
+            mine = torch.tensor([sorted(own) for own in blocks])
+            positions = (mine.unsqueeze(-1) * self.size + torch.arange(self.size)).flatten(1)
+            positions = positions[:, : positions.shape[1] - (-length) % self.size]
+        seen = positions, torch.arange(heads).view(-1, 1)
+        k, v = keys[seen].double(), values[seen].double()  # [heads, positions, D]
+        logits = torch.einsum("thgd,hnd->thgn", q, k) * dim**-0.5
+        own = torch.arange(length - count, length).view(-1, 1, 1, 1)
+        weights = logits.masked_fill(positions.unsqueeze(1) > own, float("-inf")).softmax(-1)
+        expected = torch.einsum("thgn,hnd->thgd", weights, v)
+        error = (expected - got)[self.real].abs().max().item()
         self.report.note(state, int(self.real.sum()), error)
 
 
@@ -168,9 +164,8 @@ class VerifierExtension:
         worker = active_worker()
         worker.observer = Verifier(worker)
 
-    def verifier_report(self) -> Report:
+    def verifier_report(self) -> dict[str, Any]:
         worker = active_worker()
-        worker.check_integrity()
-        report = worker.observer.report
-        report.late = worker.stats.data.get("late_plans", 0)
-        return report
+        with torch.inference_mode():
+            worker.check_integrity()
+        return vars(worker.observer.report)
