@@ -7,6 +7,8 @@ from torch import Tensor
 
 MERGES = ("softmax_sum", "softmax_max", "mean", "max")
 _NEVER = float("-inf")
+READ_ON = 0.1
+"""Share of a page's mass that counts for the page after it: much for a page that holds much, little for the others."""
 
 
 def merge_scores(scores: Tensor, valid: Tensor, method: str, row_weight: Tensor | None = None) -> Tensor:
@@ -45,6 +47,16 @@ def merge_scores(scores: Tensor, valid: Tensor, method: str, row_weight: Tensor 
         if method == "mean":
             merged = merged / (row_weight.sum(1) * scores.shape[3]).view(-1, 1, 1)
     return merged.masked_fill(~valid[:, None, :], _NEVER)
+
+
+def read_on(merged: Tensor, share: float = READ_ON) -> Tensor:
+    """Let each page hand a part of its share to the page after it: ``[R, heads, M]`` of a ``softmax_*`` method.
+
+    A step that copies from a text looks one token further on than the step before it, perhaps across the end of a
+    block. The query that is at hand is one step old, so without this the next block comes a step too late.
+    """
+    handed = merged[..., :-1].clamp_min(0) * share  # -inf (no candidate) hands on nothing
+    return torch.cat((merged[..., :1], merged[..., 1:] + handed), dim=-1)
 
 
 def merge_heads(merged: Tensor, method: str) -> Tensor:

@@ -85,13 +85,6 @@ def check(config: VllmConfig) -> None:
     model = config.model_config
     if settings is None or model is None:
         return
-    Geometry.of(settings, config.cache_config.block_size)
-    _check_host_pool(config, settings)
-    if current_platform.is_cpu() and config.cache_config.block_size % 32:
-        raise SettingsError(
-            f"OasisKV: block_size={config.cache_config.block_size} is not allowed: the CPU attention backend takes "
-            "multiples of 32; use --block-size 32"
-        )
     reasons = {
         "an encoder-decoder model": model.is_encoder_decoder,
         "a pooling model (nothing is decoded)": model.runner_type == "pooling",
@@ -108,6 +101,13 @@ def check(config: VllmConfig) -> None:
     for what, found in reasons.items():
         if found:
             raise SettingsError(f"OasisKV does not support {what}; start this model without OasisKV")
+    Geometry.of(settings, config.cache_config.block_size)
+    _check_host_pool(config, settings)
+    if current_platform.is_cpu() and config.cache_config.block_size % 32:
+        raise SettingsError(
+            f"OasisKV: block_size={config.cache_config.block_size} is not allowed: the CPU attention backend takes "
+            "multiples of 32; use --block-size 32"
+        )
     if not current_platform.is_cpu():
         raise SettingsError(
             f"OasisKV runs on CPUs only in this version, this is {current_platform.device_name or 'another platform'}; "

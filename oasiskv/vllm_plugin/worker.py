@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from oasiskv.core.link_budget import pages_per_step
-from oasiskv.core.merge import merge_heads, merge_scores
+from oasiskv.core.merge import merge_heads, merge_scores, read_on
 from oasiskv.core.pipeline import Pipeline, make_pipeline
 from oasiskv.core.residency import ResidencyMap
 from oasiskv.core.scorers import Scorer
@@ -368,6 +368,8 @@ class Worker:
             outcomes = []
             for group, q, (resident, age, hot_of) in inputs:
                 scores = score(scorer, q, stores[group.on_host], group, scale, merge)
+                if merge.startswith("softmax"):
+                    scores = read_on(scores)
                 if per_layer:
                     scores = merge_heads(scores, merge)
                 if group.seeds:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oasiskv.core.merge import MERGES, merge_heads, merge_scores
+from oasiskv.core.merge import MERGES, merge_heads, merge_scores, read_on
 
 REQUESTS, HEADS, ROWS, GROUP, PAGES = 3, 2, 2, 4, 9
 NEVER = float("-inf")
@@ -94,3 +94,10 @@ def test_one_set_per_layer_merges_the_kv_heads(method, merge, scores, valid):
 def test_unknown_method_is_refused(scores, valid):
     with pytest.raises(ValueError, match="softmax_sum"):
         merge_scores(scores, valid, "softsum")
+
+
+def test_a_page_hands_a_part_of_its_share_to_the_page_after_it() -> None:
+    merged = torch.tensor([[[0.9, 0.0, 0.06, 0.04, NEVER]]])
+    handed = read_on(merged, 0.1)
+    torch.testing.assert_close(handed, torch.tensor([[[0.9, 0.09, 0.06, 0.046, NEVER]]]))
+    assert torch.equal(merged, torch.tensor([[[0.9, 0.0, 0.06, 0.04, NEVER]]]))

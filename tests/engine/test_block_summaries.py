@@ -113,14 +113,14 @@ def test_every_block_has_the_summary_of_its_keys(
         if residency == "bounded":
             assert check.on_host > 1000 and check.pages > 300
         assert (spec == "alone") == (e.drafted == 0)
-        assert spec != "draft_itself" or e.accepted > 50
+        assert spec != "draft_itself" or e.accepted > 30
 
 
 def test_only_what_was_computed_densely_enters_the_prefix_cache(tiny_llama: Path) -> None:
     """A block of a sparse step would be a wrong hit for a request that wants the exact one."""
     first = prompt(400, seed=1)
     for residency in ("in_place", "bounded"):
-        with engine(tiny_llama, residency=residency, budget_tokens=160) as e:
+        with engine(tiny_llama, residency=residency, budget_tokens=160, reuse_approximate=False) as e:
             (((answer),),) = e.generate([first], max_tokens=100)
             before = e.hits
             e.generate([first + answer + prompt(20, seed=2)], max_tokens=2)

@@ -140,7 +140,7 @@ def test_another_connector_beside_ours_is_refused(tiny_llama: Path) -> None:
     ("shape", "told"),
     [
         ("mla", "multi-head latent attention (MLA)"),
-        ("encoder-decoder", "an encoder-decoder model"),
+        pytest.param("encoder-decoder", "an encoder-decoder model", marks=pytest.mark.slow),
         ("alibi", "ALiBi"),
     ],
 )
