@@ -234,16 +234,16 @@ def _build(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-    from vllm.platforms import current_platform
 
+    from oasiskv.vllm_plugin.workarounds import let_engines_follow_numba
+
+    let_engines_follow_numba()  # stock engines too: tests of the scorers may have used numba before
     try:
         llm = LLM(**arguments)
     except BaseException:  # a refused engine leaves process groups behind, in which the next one would find itself
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
         raise
-    # Once per process is enough, and a second time fails where numba has compiled something (the n-gram proposer).
-    type(current_platform).register_triton_kernel_overrides = lambda *_: None
     return llm
 
 
