@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.settings import Settings, SettingsError
 from oasiskv.vllm_plugin.switch import BUDGET, settings_of
+from oasiskv.vllm_plugin.workarounds import let_engines_follow_numba
 
 GIB = 1 << 30
 DEFAULT_BLOCK_SIZE = 32
@@ -39,6 +40,7 @@ def watch_config() -> None:
         original(self, *args, **kwargs)
         if settings is not None:
             check(self)
+            let_engines_follow_numba()
             _watch_requests(settings, self.cache_config.block_size)
 
     checked._oasiskv = True  # type: ignore[attr-defined]

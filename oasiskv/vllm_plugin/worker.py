@@ -32,7 +32,6 @@ from oasiskv.vllm_plugin.layout import Layout, layer_scorer
 from oasiskv.vllm_plugin.metadata import RequestStep, State, StepMetadata
 from oasiskv.vllm_plugin.metrics import OasisStats
 from oasiskv.vllm_plugin.step import ScoreGroup, StepView
-from oasiskv.vllm_plugin.workarounds import let_engines_follow_numba
 
 logger = init_logger(__name__)
 
@@ -94,8 +93,6 @@ class Worker:
         self.scorers: list[Scorer | None] = [
             None if layer.is_draft else layer_scorer(settings, layer.head_dim, self.dtype) for layer in layout.layers
         ]
-        if settings.scorer == "q2":
-            let_engines_follow_numba()
         self.arena = HostArena(layout.host_blocks, layout.shapes)
         self.pipeline: Pipeline[list[Outcome]] = make_pipeline(settings.pipeline)
         self.pages: list[Tensor] = []

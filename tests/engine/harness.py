@@ -233,17 +233,18 @@ def _build(arguments: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
 
+    # At its start vLLM 0.32 searches all modules for kernels, and stumbles over what numba leaves in them once it has
+    # compiled something, as other tests of this process and the n-gram proposer do. An engine of its own process
+    # starts before that.
+    dispatcher.vars = lambda value: members if isinstance(members := vars(value), dict) else {}
     try:
-        llm = LLM(**arguments)
+        return LLM(**arguments)
     except BaseException:  # a refused engine leaves process groups behind, in which the next one would find itself
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
         raise
-    # Once per process is enough, and a second time fails where numba has compiled something (the n-gram proposer).
-    type(current_platform).register_triton_kernel_overrides = lambda *_: None
-    return llm
 
 
 _at_rest = False
