@@ -239,12 +239,11 @@ def _build(arguments: dict[str, Any]) -> Any:
 
     let_engines_follow_numba()  # stock engines too: tests of the scorers may have used numba before
     try:
-        llm = LLM(**arguments)
+        return LLM(**arguments)
     except BaseException:  # a refused engine leaves process groups behind, in which the next one would find itself
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
         raise
-    return llm
 
 
 _at_rest = False
