@@ -43,31 +43,29 @@ def demo(arguments: Sequence[str], console: Console) -> int:
     model = resolve_model(MODEL)
     essays(console)
     memory, jobs = make_jobs(model, PROMPT_TOKENS, OUTPUT_TOKENS, settings.changed())
-    title = (
-        f"{MODEL}, {len(FACTS)} requests at once, each a document of {PROMPT_TOKENS:,} tokens with a question, "
-        f"{OUTPUT_TOKENS} tokens of output"
-    )
-    console.print(f"[bold]{title}[/]")
+    changed = ", ".join(f"{name}={value}" for name, value in settings.changed().items()) or "defaults"
     console.print(
-        f"KV pool: {memory.pool_bytes / MIB:.0f} MiB, fewer than three such requests; OasisKV has "
-        f"{memory.host_bytes / MIB:.0f} MiB of host memory beside it. Each engine has a process of its own.",
+        f"[bold]{MODEL}: {len(FACTS)} requests at once, each a document of {PROMPT_TOKENS:,} tokens with a question; "
+        f"{OUTPUT_TOKENS} tokens of output.[/]\n"
+        f"The KV pool of {memory.pool_bytes / MIB:.0f} MiB holds fewer than three of them. OasisKV ({changed}) has "
+        f"{memory.host_bytes / MIB:,.0f} MiB of host memory beside it; a third row gives stock vLLM both, which on a "
+        "CPU are the same memory. Each engine has a process of its own and every core.",
         highlight=False,
     )
     outcomes = []
     began = time.perf_counter()
     for job in jobs:
         outcomes.append(run_row(job, console))
-    note = ", ".join(f"{name} {value}" for name, value in settings.changed().items())
     expected, line = formula(outcomes[[j.row for j in jobs].index(OASIS)], geometry, PROMPT_TOKENS)
     wrong = verdict(outcomes, expected)
     console.print()
-    console.print(table(outcomes, memory, title, note))
+    console.print(table(outcomes, memory))
     console.print(line, highlight=False, soft_wrap=True)
     for job, outcome in zip(jobs, outcomes, strict=True):
         console.print(f"{TITLES[job.row]}: {outcome.load_seconds:.0f} s to load, {outcome.seconds:.0f} s to run.")
     console.print(f"All: {time.perf_counter() - began:.0f} s.")
     if args.markdown:
-        print(markdown(outcomes, memory, note))
+        print(markdown(outcomes, memory))
     if args.json:
         args.json.write_text(
             json.dumps(as_json(outcomes, memory, settings.changed(), expected, wrong), indent=2) + "\n"

@@ -5,67 +5,67 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from oasiskv.core.geometry import Geometry, blocks_for, running_at_once
-from oasiskv.demo.plan import OASIS, STOCK, TITLES, Memory
+from oasiskv.demo.plan import OASIS, STOCK, STOCK_PLUS, TITLES, Memory
 from oasiskv.demo.probe import Outcome
 
 MIB = 1 << 20
 LEAST_GAIN = 2
 """OasisKV must run at least this many times as many requests at once as stock vLLM in the same pool."""
 COLUMNS = (
-    "",
-    "KV pool",
-    "requests running at once",
-    "device blocks per decoding request",
-    "tokens/s, whole run",
-    "tokens/s, decoding only",
-    "answers right",
-    "fetched per step",
+    "engine\n(KV pool)",
+    "running\nat once",
+    "device blocks\nper decoding\nrequest",
+    "tokens/s\n(decoding)",
+    "answers\nright",
+    "fetched\nper step",
 )
 NOTES = (
-    "Blocks: mean over decoding requests and steps, real device blocks only. Whole run: output tokens by the time from "
-    "the first request to the last answer, all prompts included, loading not. Decoding only: the steps in which no "
-    "prompt was computed. Fetched: bytes copied from the host pool, by the steps in which some request decoded."
+    "Running at once: most requests at any step. Device blocks: mean over decoding requests and steps, blocks really "
+    "held. tokens/s: output tokens by the time from the first request to the last answer, all prompts included, "
+    "loading not; (decoding): in the steps that compute no prompt. Fetched: bytes copied from the host pool, by steps "
+    "in which some request decodes."
 )
 
 
-def table(outcomes: Sequence[Outcome], memory: Memory, title: str, oasis_note: str = "") -> Table:
-    """One row for each engine."""
-    found = Table(title=title, caption=NOTES, caption_justify="left", title_justify="left")
+def table(outcomes: Sequence[Outcome], memory: Memory) -> Table:
+    """One row for each engine; fits a terminal of 80 columns."""
+    found = Table(box=SIMPLE_HEAD, pad_edge=False, caption=NOTES, caption_justify="left", show_lines=True)
     for i, column in enumerate(COLUMNS):
-        found.add_column(column, justify="right" if i else "left", no_wrap=False)
-    for cells in rows(outcomes, memory, oasis_note):
+        found.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for cells in rows(outcomes, memory):
         found.add_row(*cells)
     return found
 
 
-def rows(outcomes: Sequence[Outcome], memory: Memory, oasis_note: str = "") -> list[tuple[str, ...]]:
+def rows(outcomes: Sequence[Outcome], memory: Memory) -> list[tuple[str, ...]]:
     """The table's cells as text, in the order of ``COLUMNS``."""
     cells: list[tuple[str, ...]] = []
     for o in outcomes:
-        is_oasis = o.row == OASIS
-        pool = memory.pool_bytes if o.row in (STOCK, OASIS) else memory.pool_bytes + memory.host_bytes
-        tokens = o.blocks_mean * o.block_size
+        pool = memory.pool_bytes + (memory.host_bytes if o.row == STOCK_PLUS else 0)
+        held = o.blocks_mean * o.block_size * memory.token_bytes
+        host = f" + {memory.host_bytes / MIB:,.0f}" if o.row == OASIS else ""
         cells.append(
             (
-                TITLES[o.row] + (f" ({oasis_note})" if is_oasis and oasis_note else ""),
-                f"{pool / MIB:.0f} MiB" + (f" + {memory.host_bytes / MIB:.0f} on the host" if is_oasis else ""),
+                f"{TITLES[o.row]}\n({pool / MIB:,.0f}{host} MiB)",
                 str(o.running_max),
-                f"{o.blocks_mean:.0f} x {o.block_size} tokens = {tokens * memory.token_bytes / MIB:.0f} MiB",
-                f"{o.tokens_per_second:.1f}",
-                f"{o.decode_rate:.1f}",
+                f"{o.blocks_mean:.0f} x {o.block_size} tokens\n({held / MIB:.0f} MiB)",
+                f"{o.tokens_per_second:.1f}\n({o.decode_rate:.1f})",
                 f"{o.right} of {len(o.answers)}",
-                f"{o.fetched_per_step / MIB:.1f} MiB" if is_oasis else "-",
+                f"{o.fetched_per_step / MIB:.1f} MiB" if o.row == OASIS else "-",
             )
         )
     return cells
 
 
-def markdown(outcomes: Sequence[Outcome], memory: Memory, oasis_note: str = "") -> str:
+def markdown(outcomes: Sequence[Outcome], memory: Memory) -> str:
     """The table as Markdown."""
-    lines = [COLUMNS, ("---", *("---:",) * (len(COLUMNS) - 1)), *rows(outcomes, memory, oasis_note)]
+    head = [column.replace("\n", " ") for column in COLUMNS]
+    cells = [[cell.replace("\n", " ") for cell in row] for row in rows(outcomes, memory)]
+    lines = [head, ["---"] + ["---:"] * (len(COLUMNS) - 1), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -30,8 +30,8 @@ def run_row(job: Job, console: Console) -> Outcome:
     """
     columns = (
         SpinnerColumn(),
-        TextColumn(f"[bold]{TITLES[job.row]}[/]"),
-        BarColumn(24),
+        TextColumn(f"[bold]{TITLES[job.row]:17s}[/]"),
+        BarColumn(12),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
@@ -76,8 +76,8 @@ def _follow(process: subprocess.Popen[str], job: Job, progress: Progress, task: 
             task,  # type: ignore[arg-type]
             total=prompts + DECODE_WEIGHT * outputs,
             completed=now["prompt_tokens"] + DECODE_WEIGHT * now["output_tokens"],
-            description=f"prompts {now['prompt_tokens'] / job.prompt_tokens:.1f} of {requests}, "
-            f"tokens {now['output_tokens']:3d} of {outputs}, running {now['running']}",
+            description=f"prompts {now['prompt_tokens'] / job.prompt_tokens:.1f}/{requests} "
+            f"tokens {now['output_tokens']:3d}/{outputs} running {now['running']}",
         )
     process.wait()
     return outcome if process.returncode == 0 else None
