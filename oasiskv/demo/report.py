@@ -21,7 +21,7 @@ COLUMNS = (
     "device blocks\nper decoding\nrequest",
     "tokens/s\n(decoding)",
     "answers\nright",
-    "fetched\nper step",
+    "fetched\na step",
 )
 NOTES = (
     "Running at once: most requests at any step. Device blocks: mean over decoding requests and steps, blocks really "

@@ -57,6 +57,7 @@ class ChoiceChecker(Verifier):
         page = (box * dim**-0.5).logsumexp(-1)  # [heads, rows, group, blocks]
         page[..., :sinks] = float("-inf")
         merged = page.softmax(-1).sum((1, 2))  # [heads, blocks]
+        merged[:, 1:] += 0.1 * merged[:, :-1].clone()  # the text goes on in the next block
         if self.worker.map.heads == 1:
             merged = merged.sum(0, keepdim=True)
         return list(merged)
