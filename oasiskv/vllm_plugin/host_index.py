@@ -26,6 +26,7 @@ class HostIndex:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._unacknowledged: dict[int, int] = {}  # published blocks, by the step in which they are copied
         self.pool = BlockPool(num_blocks + 1, enable_caching=True, hash_block_size=block_size)
 
     @property
@@ -49,6 +50,8 @@ class HostIndex:
         blocks: list[KVCacheBlock] = []
         exact = 0
         while len(blocks) < limit and (block := self.find(request, len(blocks), kinds)) is not None:
+            if block.block_id in self._unacknowledged:
+                break
             if exact == len(blocks) and self.find(request, exact) is block:
                 exact += 1
             blocks.append(block)
@@ -68,10 +71,15 @@ class HostIndex:
         """Hold one block more that is in the index."""
         self.pool.touch([block])
 
-    def publish(self, request: Request, blocks: list[KVCacheBlock], index: int, kind: int) -> None:
-        """Make ``blocks[index]``, the copy of the request's logical block ``index``, findable."""
+    def publish(self, request: Request, blocks: list[KVCacheBlock], index: int, kind: int, step: int) -> None:
+        """Make ``blocks[index]``, the copy of the request's logical block ``index`` made in ``step``, findable."""
         if index < len(request.block_hashes):
+            self._unacknowledged[blocks[index].block_id] = step
             self.pool.cache_full_blocks(request, blocks, index, index + 1, self.block_size, kind)
+
+    def acknowledge(self, step: int) -> None:
+        """Every rank holds the copies of all steps up to ``step``."""
+        self._unacknowledged = {block: made for block, made in self._unacknowledged.items() if made > step}
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let go of blocks, given in the order of their tokens: the last ones are the first to be re-used."""

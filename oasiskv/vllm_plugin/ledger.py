@@ -351,7 +351,7 @@ class Ledger:
                 self.index.release([record.spare.pop()])
             else:
                 record.host.append(record.spare.pop())
-                self.index.publish(record.request, record.host, i, APPROXIMATE if approximate else EXACT)
+                self.index.publish(record.request, record.host, i, APPROXIMATE if approximate else EXACT, step)
                 device[i] = blocks[i].block_id
         if record.told == len(record.host):
             return None
@@ -368,6 +368,8 @@ class Ledger:
 
     def acknowledge(self, step: int) -> None:
         """Every rank holds the copies of all steps up to ``step``."""
+        if self.index is not None:
+            self.index.acknowledge(step)
         for record in self.records.values():
             while record.in_flight and record.in_flight[0][0] <= step:
                 durable = record.in_flight.pop(0)[1]
