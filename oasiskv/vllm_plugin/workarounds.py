@@ -6,6 +6,8 @@ import functools
 import sys
 from typing import Any
 
+import torch
+from torch import Tensor
 from vllm.triton_utils import dispatcher
 
 
@@ -30,3 +32,30 @@ def let_engines_follow_numba() -> None:
 
     rebind._oasiskv = True  # type: ignore[attr-defined]
     dispatcher._rebind_kernels = rebind
+
+
+def sample_beside_drafts() -> None:
+    """With speculation on a CPU, give every draft token its request's own temperature, top-k and top-p.
+
+    vLLM spreads them with a kernel that takes whole numbers of 64 bits only: it fills a copy, and what the sampler
+    then divides the logits by is whatever lay in memory. Requests that sample, and greedy ones beside them, get wrong
+    tokens. And a step in which no draft is left to check ends the engine where a request has a top-k.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.apply_sampling_constraints
+    if getattr(original, "_oasiskv", False):
+        return
+
+    @functools.wraps(original)
+    def apply(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return original(logits, *args, **kwargs) if len(logits) else logits
+
+    def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        spread = x.repeat_interleave(counts, output_size=num_tokens)
+        return torch.where(spread == replace_from, replace_to, spread)
+
+    apply._oasiskv = True  # type: ignore[attr-defined]
+    rejection_sampler.apply_sampling_constraints = apply
+    rejection_sampler.expand_batch_to_tokens = expand

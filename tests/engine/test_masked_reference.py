@@ -330,7 +330,7 @@ def test_with_everything_at_once(models: Models, verified: Any) -> None:
         for i in range(9):
             own = {"extra_args": {"oasis_budget_tokens": 160}} if i % 3 == 0 else {}
             samples = {"n": 2, "temperature": 0.7} if i % 4 == 1 else {}
-            e.submit(document + prompt(20 + 53 * (i % 5), seed=i), max_tokens=40 + i, **own, **samples)
+            e.submit(document + prompt(20 + 53 * (i % 5), seed=i), max_tokens=120 + i, **own, **samples)
             if i == 6:
                 doomed = e.submit(document + prompt(100, seed=99), max_tokens=200)
             for _ in range(5):

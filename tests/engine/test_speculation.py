@@ -35,6 +35,19 @@ def test_with_a_budget_as_long_as_the_context_tokens_and_drafts_are_those_of_vll
     assert counted[1] > 30
 
 
+@pytest.mark.parametrize("spec", ["ngram", "draft_model"])
+def test_requests_that_sample_and_greedy_ones_do_not_disturb_each_other(steady_llama: Path, spec: str) -> None:
+    """Sampling from the one best token is greedy too. Stock vLLM divides by uninitialised memory here."""
+    vllm = {"speculative_config": NGRAM if spec == "ngram" else drafter(steady_llama)}
+    with engine(steady_llama, vllm=vllm, residency="dense") as e:
+        greedy = e.generate(PROMPTS, max_tokens=40)
+        for top_k in (1, 500):
+            names = [e.submit(p, 40, temperature=2.0 * (i % 2), top_k=top_k) for i, p in enumerate(PROMPTS)]
+            done = e.run()
+            same = [done[name] == tokens for name, tokens in zip(names, greedy, strict=True)]
+            assert same == [True, top_k == 1] * 3
+
+
 def _copying_text(tokenizer: Any, seed: int) -> list[int]:
     """A list of orders, other text, and the list begun again: a text that goes on by copying."""
     words = random.Random(seed)
