@@ -78,14 +78,14 @@ class OasisCPUMetadata(CPUAttentionMetadata):
     """
 
     common: CommonAttentionMetadata | None = None
-    drafting: bool = False
+    draft_pass: int | None = None
     view: StepView | None = None
 
     def resolve(self, worker: Worker) -> StepView:
         """Our view of the step, the same for all layers."""
         if self.view is None:
             assert self.common is not None
-            self.view = resolve(worker, self.common, self.drafting)
+            self.view = resolve(worker, self.common, self.draft_pass)
         return self.view
 
 
@@ -105,10 +105,10 @@ class OasisCPUBuilder(CPUAttentionMetadataBuilder):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CPUAttentionMetadata:
-        """The same for a pass of the draft model, which neither scores nor summarises."""
+        """The same for a pass of the draft model."""
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         if isinstance(metadata, OasisCPUMetadata):
-            metadata.drafting = True
+            metadata.draft_pass = draft_index
         return metadata
 
 
@@ -151,20 +151,17 @@ class OasisCPUImpl(CPUAttentionBackendImpl):
             )
         assert isinstance(attn_metadata, OasisCPUMetadata)
         index = worker.index[layer.layer_name]  # type: ignore[attr-defined]
-        is_target = worker.scorers[index] is not None
         view = attn_metadata.resolve(worker)
-        if is_target:
-            if view.writes is not None:
-                worker._summaries(index).apply(view.writes, key)
-            worker.before_attention(index, view, query, self.scale)
+        if view.writes is not None:
+            worker.summaries[index].apply(view.writes, key)
+        worker.before_attention(index, view, query, self.scale)
         if view.is_stock:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         else:
             self._sparse(worker, index, view, layer, query, kv_cache, attn_metadata, output)
         if worker.observer is not None:
             worker.observer(index, view, attn_metadata, query, key, value, output)
-        if is_target:
-            worker.after_attention(index, view, query, self.scale)
+        worker.after_attention(index, view, query, self.scale)
         return output
 
     def _sparse(

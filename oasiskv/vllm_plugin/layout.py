@@ -24,7 +24,7 @@ HOST_POOLS = 4
 
 @dataclass(frozen=True)
 class OasisLayer:
-    """One attention layer under our manager. A draft layer has no summaries: its hot slots follow recency."""
+    """One attention layer under our manager, of the target model or of its drafter."""
 
     name: str
     is_draft: bool
@@ -104,12 +104,12 @@ def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
     layers = []
     for name, spec in named:
         draft = is_draft_layer(name, vllm_config)
-        part_bytes = 0 if draft else layer_scorer(settings, spec.head_size, vllm_config.model_config.dtype).part_bytes
+        part_bytes = layer_scorer(settings, spec.head_size, vllm_config.model_config.dtype).part_bytes
         shape = LayerShape(
             heads=spec.num_kv_heads,
             page_elements=spec.block_size * (spec.head_size + spec.head_size_v),
             dtype=spec.dtype,
-            parts=0 if draft else geometry.parts,
+            parts=geometry.parts,
             part_bytes=part_bytes,
         )
         layers.append(OasisLayer(name, draft, spec.head_size, shape))

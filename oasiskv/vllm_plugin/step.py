@@ -12,6 +12,7 @@ for its set.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,9 +112,16 @@ class StepView:
     """No row differs from stock vLLM."""
 
 
-def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> StepView:
-    """Cut a batch into the kernel calls, the scoring and the summaries of this step."""
+def resolve(worker: Worker, common: CommonAttentionMetadata, draft_pass: int | None) -> StepView:
+    """Cut a batch into the kernel calls, the scoring and the summaries of this step.
+
+    ``draft_pass`` counts the drafter's passes of the step (None: the target's). Its first one covers the same tokens as
+    the target's, and scores and summarises them for the drafter's own layers; the others are guesses.
+    """
+    drafting = draft_pass is not None
     starts = common.query_start_loc.tolist()
+    if not drafting:
+        worker.step_tokens = starts[-1]
     lens = common.seq_lens.tolist()
     table = common.block_table_tensor.numpy()
     size = worker.geometry.block_size
@@ -124,7 +132,7 @@ def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> 
     scored: list[tuple[int, Held]] = []
     for i in range(common.num_reqs):
         held = worker.owner_of(table[i], lens[i]) if worker.held else None
-        if held is not None and not drafting:
+        if held is not None and not draft_pass:
             scored.append((i, held))
         if held is None or held.state in (State.DENSE, State.SEEDED) or (drafting and held.state == State.IN_PLACE):
             main_rows.append(i)
@@ -137,18 +145,23 @@ def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> 
             place_rows.append((i, held))
 
     writes = None
-    if not drafting:
-        writes = worker.writes_of(
-            Written(
-                start=lens[i] - (starts[i + 1] - starts[i]),
-                count=starts[i + 1] - starts[i],
-                uncertain=worker.drafts.get(int(table[i, (lens[i] - 1) // size]), 0),
-                first_token=starts[i],
-                blocks=table[i],
-            )
-            for i in range(common.num_reqs)
-            if starts[i + 1] > starts[i]
+    if not draft_pass:
+        written = (
+            _drafter_written(worker, common, table, starts, lens)
+            if drafting
+            else [
+                Written(
+                    start=lens[i] - (starts[i + 1] - starts[i]),
+                    count=starts[i + 1] - starts[i],
+                    uncertain=worker.drafts.get(int(table[i, (lens[i] - 1) // size]), 0),
+                    first_token=starts[i],
+                    blocks=table[i],
+                )
+                for i in range(common.num_reqs)
+                if starts[i + 1] > starts[i]
+            ]
         )
+        writes = worker.writes_of(written, of_drafter=drafting)
     is_stock = not compact and not place_rows
     main = None
     if is_stock:
@@ -156,8 +169,46 @@ def resolve(worker: Worker, common: CommonAttentionMetadata, drafting: bool) -> 
     elif main_rows:
         main = _main_batch(worker, common, table, starts, lens, main_rows, compact, everything=not place_rows)
     in_place = _in_place_rows(worker, table, starts, lens, place_rows) if place_rows else None
-    groups = _score_groups(worker, table, starts, scored) if scored else []
+    newest = _newest_tokens(worker, common, starts, drafting) if scored else []
+    groups = _score_groups(worker, table, newest, drafting, scored) if scored else []
     return StepView(main, in_place, groups, writes, sparse, is_stock)
+
+
+def _drafter_written(
+    worker: Worker, common: CommonAttentionMetadata, table: np.ndarray, starts: list[int], lens: list[int]
+) -> list[Written]:
+    """Tokens that the drafter's first pass writes: from where the target's began, some of them without a slot.
+
+    How many there are differs by method, so that they are read off their slots. Those past the target's own are
+    written again by the next step.
+    """
+    size, lookahead = worker.geometry.block_size, worker.books[1].blocks.lookahead
+    slots = common.slot_mapping.numpy()
+    extra = (starts[-1] - worker.step_tokens) // max(1, common.num_reqs)
+    written = []
+    for i in range(common.num_reqs):
+        own = slots[starts[i] : starts[i + 1]]
+        count = int((own >= 0).sum())
+        if not count:
+            continue
+        block, offset = divmod(int(own[0]), size)
+        last = (lens[i] - 1) // size
+        first = max(0, (lens[i] - len(own) - lookahead) // size)
+        (where,) = np.nonzero(table[i, first : last + 1] == block)
+        start = (first + int(where[-1])) * size + offset
+        span = table[i, start // size : (start + count + lookahead) // size + 1]
+        drafts = next((worker.drafts[b] for b in span.tolist() if b in worker.drafts), 0)
+        written.append(Written(start, count, min(drafts + extra, count - 1), starts[i], table[i]))
+    return written
+
+
+def _newest_tokens(worker: Worker, common: CommonAttentionMetadata, starts: list[int], drafting: bool) -> list[int]:
+    """The last token of each row; of a drafter's row the last one that has a slot."""
+    if not drafting:
+        return [start - 1 for start in starts[1:]]
+    slots = common.slot_mapping.numpy()
+    real = [int((slots[a:b] >= 0).sum()) for a, b in pairwise(starts)]
+    return [start + count - 1 for start, count in zip(starts, real, strict=False)]
 
 
 def _tokens_of(rows: list[int], starts: list[int]) -> Tensor:
@@ -237,7 +288,7 @@ def _in_place_rows(
 
 
 def _score_groups(
-    worker: Worker, table: np.ndarray, starts: list[int], scored: list[tuple[int, Held]]
+    worker: Worker, table: np.ndarray, newest: list[int], drafting: bool, scored: list[tuple[int, Held]]
 ) -> list[ScoreGroup]:
     kinds: dict[tuple[bool, bool], list[tuple[int, Held]]] = {}
     for i, held in scored:
@@ -255,12 +306,10 @@ def _score_groups(
             count = held.first_window - sinks
             index[k, :count] = source[sinks : held.first_window]
             counts.append(count)
-        first = torch.tensor([starts[i + 1] - 1 - held.drafts for i, held in members])
-        offsets, weight = query_rows_batch(
-            torch.tensor([held.drafts + 1 for _, held in members]),
-            torch.tensor([held.real_drafts for _, held in members]),
-            worker.settings.predictor,
-        )
+        drafts = torch.tensor([0 if drafting else held.drafts for _, held in members])
+        real = torch.tensor([0 if drafting else held.real_drafts for _, held in members])
+        first = torch.tensor([newest[i] for i, _ in members]) - drafts
+        offsets, weight = query_rows_batch(drafts + 1, real, worker.settings.predictor)
         groups.append(
             ScoreGroup(
                 on_host=on_host,

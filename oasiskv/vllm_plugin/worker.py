@@ -41,8 +41,8 @@ logger = init_logger(__name__)
 class Held:
     """One sparse request on this rank. ``row`` is its row in the residency map, ``born`` the step in which it got it.
 
-    ``hot``: device blocks of its hot slots (bounded only). ``recent``: logical blocks in them for draft layers.
-    ``stage``: the keys that its last block waits for, while it is preempted.
+    ``hot``: device blocks of its hot slots (bounded only). ``stages``: the keys that its last block waits for, by book,
+    while it is preempted.
     """
 
     request_id: str
@@ -55,8 +55,16 @@ class Held:
     drafts: int = 0
     real_drafts: int = 0
     hot: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    stage: StagedTail | None = None
-    recent: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    stages: list[StagedTail] = field(default_factory=list)
+
+
+@dataclass
+class Book:
+    """The summaries of the layers that write the same tokens in the same pass; ``writes`` are those of this step."""
+
+    blocks: SummaryBook
+    layers: list[int]
+    writes: SummaryWrites | None = None
 
 
 @dataclass(frozen=True)
@@ -88,23 +96,27 @@ class Worker:
         self.kv_heads = heads.pop()
         self.dtype = vllm_config.model_config.dtype
         self.index = {layer.name: i for i, layer in enumerate(layout.layers)}
-        self.targets = [i for i, layer in enumerate(layout.layers) if not layer.is_draft]
         set_heads = self.kv_heads if settings.granularity == "head" else 1
         self.map = ResidencyMap(len(layout.layers), set_heads, self.geometry.hot)
         speculative = vllm_config.speculative_config
         lookahead = speculative.num_speculative_tokens if speculative is not None else 0
-        self.book = SummaryBook(layout.device_blocks, self.geometry.block_size, lookahead)
-        self.scorers: list[Scorer | None] = [
-            None if layer.is_draft else layer_scorer(settings, layer.head_dim, self.dtype) for layer in layout.layers
+        self.books = [
+            Book(SummaryBook(layout.device_blocks, self.geometry.block_size, lookahead + is_draft), layers)
+            for is_draft in (False, True)
+            if (layers := [i for i, layer in enumerate(layout.layers) if layer.is_draft == is_draft])
         ]
+        """Of the target's layers, and of the drafter's, if it has some."""
+        self.scorers = [layer_scorer(settings, layer.head_dim, self.dtype) for layer in layout.layers]
         self.arena = HostArena(layout.host_blocks, layout.shapes)
         self.pipeline: Pipeline[list[Outcome]] = make_pipeline(settings.pipeline)
         self.pages: list[Tensor] = []
-        self.summaries: list[LayerSummaries | None] = []
+        self.summaries: list[LayerSummaries] = []
         self.held: dict[str, Held] = {}
         self.host_blocks: dict[str, np.ndarray] = {}
         self.drafts: dict[int, int] = {}
         self.step = 0
+        self.step_tokens = 0
+        """Tokens of the target's forward pass."""
         self.copied_step = 0
         self.stats = OasisStats()
         self.observer: Callable[..., None] | None = None
@@ -116,7 +128,6 @@ class Worker:
         self._bandwidth: float | None = None
         self._step_seconds: float | None = None
         self._began = 0.0
-        self._writes: SummaryWrites | None = None
 
     # -- set-up
 
@@ -129,9 +140,6 @@ class Worker:
             shape = layer.shape
             assert cache.is_contiguous() and cache.shape[0] == self.layout.device_blocks, layer.name
             self.pages.append(as_pages(cache, shape.page_bytes))
-            if scorer is None:
-                self.summaries.append(None)
-                continue
             tail = cache[cache.shape[0] - reserved :].view(-1).view(torch.uint8)
             tail.zero_()
             store = tail[: cache.shape[0] * shape.summary_bytes]
@@ -161,7 +169,8 @@ class Worker:
         self._metadata = metadata
         self.step = metadata.step
         self._began = time.perf_counter()
-        self._writes = None
+        for book in self.books:
+            book.writes = None
         for park in metadata.parks:
             self._park(park)
         for request_id in metadata.dropped:
@@ -170,9 +179,10 @@ class Worker:
             self._finish(metadata.released)
         self._restore(metadata.loads)
         for request_id, tail in metadata.resumes:
-            stage, self.held[request_id].stage = self.held[request_id].stage, None
-            assert stage is not None
-            self.book.attach(stage, tail)
+            held = self.held[request_id]
+            for book, stage in zip(self.books, held.stages, strict=True):
+                book.blocks.attach(stage, tail)
+            held.stages = []
         for request_id, copy in metadata.copies.items():
             table = self.host_blocks.get(request_id, np.empty(0, dtype=np.int64))
             self.host_blocks[request_id] = np.concatenate((table[: copy.first], np.asarray(copy.host, dtype=np.int64)))
@@ -184,21 +194,21 @@ class Worker:
                 self._owner[block] = held
 
     def _finish(self, released: Sequence[tuple[int, int]], keep: int = -1) -> None:
-        writes = self.book.finish(released, keep)
-        for i in self.targets:
-            self._summaries(i).apply(writes, None)
+        for book in self.books:
+            writes = book.blocks.finish(released, keep)
+            for i in book.layers:
+                self.summaries[i].apply(writes, None)
 
     def _park(self, park: Park) -> None:
         """A request is preempted: its blocks will be overwritten in this step's forward pass, not before."""
-        for i in self.targets:
-            self._commit(i, wait=True)
+        self._settle_pipeline()
         self._finish(park.released, park.tail)
         held = self.held[park.request_id]
         self.host_blocks[park.request_id] = np.asarray(park.host, dtype=np.int64)
         if park.rescued:
             self._copy_out(*torch.tensor(park.rescued).unbind(1))
         if park.tail >= 0:
-            held.stage = self.book.detach(park.tail)
+            held.stages = [book.blocks.detach(park.tail) for book in self.books]
 
     def _restore(self, loads: list[tuple[int, int]]) -> None:
         """Read host blocks back to the device, with their summaries."""
@@ -207,9 +217,9 @@ class Worker:
         host, device = torch.tensor(loads).unbind(1)
         for i, pages in enumerate(self.pages):
             self.arena.load(i, host, None, pages, device)
-        for i in self.targets:
-            self.arena.load_summaries(i, host, self._summaries(i).store, device)
-        self.book.restore(device.tolist())
+            self.arena.load_summaries(i, host, self.summaries[i].store, device)
+        for book in self.books:
+            book.blocks.restore(device.tolist())
 
     def _take_in(self, request_id: str, entry: RequestStep) -> Held:
         held = self.held.get(request_id)
@@ -225,14 +235,11 @@ class Worker:
             )
             self.held[request_id] = held
             self._born[held.row] = held.born
-        before = held.first_window
         held.state, held.first_window = entry.state, entry.first_window
         held.drafts, held.real_drafts = entry.drafts, entry.real_drafts
         if entry.hot:
             held.hot = np.asarray(entry.hot, dtype=np.int32)
             self._fill_hot_slots(held, torch.tensor(entry.hot_holds))
-        elif held.state == State.BOUNDED and held.first_window > before:
-            self._follow_recency(held, range(before, held.first_window))
         return held
 
     def _drop(self, request_id: str) -> None:
@@ -240,8 +247,8 @@ class Worker:
         held = self.held.pop(request_id, None)
         if held is not None:
             self.map.release(held.row)
-            if held.stage is not None:
-                self.book.discard(held.stage)
+            for book, stage in zip(self.books, held.stages, strict=False):
+                book.blocks.discard(stage)
             del self._born[held.row]
 
     def _fill_hot_slots(self, held: Held, holds: Tensor) -> None:
@@ -249,32 +256,20 @@ class Worker:
         far."""
         hot = torch.from_numpy(held.hot).long()
         table = torch.from_numpy(self.host_blocks[held.request_id])
-        for i in self.targets:
-            self._commit(i, wait=True)
+        self._settle_pipeline()
+        for i in range(len(self.layout.layers)):
+            if bool((self.map.block[i, held.row, :, : held.hot_count] == EMPTY).any()):  # a drafter that did not run
+                newest = torch.arange(held.first_window - held.hot_count, held.first_window)
+                self.map.seed(i, torch.tensor([held.row]), newest.expand(1, self.map.heads, -1), self.step)
         fetch = self.map.settle(held.row, holds)
-        for i in self.targets:
+        for i in range(len(self.layout.layers)):
             head, slot = fetch[i].nonzero(as_tuple=True)
             block = self.map.block[i, held.row, head, slot].long()
             self._load(i, table[block], head, hot[slot])
-        if len(self.targets) < len(self.layout.layers):
-            held.recent = holds.numpy().copy()
-            recent = np.arange(held.first_window - held.hot_count, held.first_window)
-            missing = np.setdiff1d(recent, held.recent)
-            self._replace_recent(held, np.flatnonzero(~np.isin(held.recent, recent)), missing)
 
-    def _follow_recency(self, held: Held, left_window: range) -> None:
-        """Draft layers keep the newest middle blocks: the oldest give way to those that leave the window."""
-        if len(held.recent):
-            entering = np.asarray(left_window[-held.hot_count :])
-            self._replace_recent(held, np.argsort(held.recent, kind="stable")[: len(entering)], entering)
-
-    def _replace_recent(self, held: Held, slots: np.ndarray, blocks: np.ndarray) -> None:
-        held.recent[slots] = blocks
-        host = torch.from_numpy(self.host_blocks[held.request_id][blocks])
-        device = torch.from_numpy(held.hot[slots]).long()
-        for i, layer in enumerate(self.layout.layers):
-            if layer.is_draft:
-                self.arena.load(i, host, None, self.pages[i], device)
+    def _settle_pipeline(self) -> None:
+        for i in range(len(self.layout.layers)):
+            self._commit(i, wait=True)
 
     def end_step(self) -> None:
         """Copy out what the scheduler asked for; the step's forward pass (and drafting) is over."""
@@ -293,8 +288,7 @@ class Worker:
     def _copy_out(self, device: Tensor, host: Tensor) -> None:
         for i, pages in enumerate(self.pages):
             self.arena.store(i, host, pages, device)
-        for i in self.targets:
-            self.arena.store_summaries(i, host, self._summaries(i).store, device)
+            self.arena.store_summaries(i, host, self.summaries[i].store, device)
 
     # -- inside the layers
 
@@ -302,11 +296,12 @@ class Worker:
         """The sparse request whose row this is: the one that owns the block of the row's newest token."""
         return self._owner.get(int(table[(seq_len - 1) // self.geometry.block_size]))
 
-    def writes_of(self, rows: Iterable[Written]) -> SummaryWrites:
-        """What the layers do with this step's keys; the same for all of vLLM's attention groups."""
-        if self._writes is None:
-            self._writes = self.book.write(list(rows))
-        return self._writes
+    def writes_of(self, rows: Iterable[Written], of_drafter: bool) -> SummaryWrites:
+        """What the layers do with the keys of this pass; the same for all of vLLM's attention groups."""
+        book = self.books[of_drafter]
+        if book.writes is None:
+            book.writes = book.blocks.write(list(rows))
+        return book.writes
 
     def cap_of(self, held: Held) -> int:
         """Most pages per KV head and step for this request."""
@@ -315,7 +310,7 @@ class Worker:
             return held.hot_count if share >= 1 else min(held.hot_count, max(1, round(share * held.budget_blocks)))
         if self._bandwidth is None or self._step_seconds is None:
             return max(1, round(0.05 * held.budget_blocks))
-        shape = self.layout.layers[self.targets[0]].shape
+        shape = self.layout.layers[0].shape
         bounded = sum(h.state == State.BOUNDED for h in self.held.values())
         per_set = self.kv_heads // self.map.heads
         return pages_per_step(
@@ -324,7 +319,7 @@ class Worker:
             copy_bandwidth=self._bandwidth,
             step_seconds=self._step_seconds,
             page_bytes=per_set * shape.page_bytes,
-            streams=max(1, bounded) * len(self.targets) * self.map.heads,
+            streams=max(1, bounded) * len(self.layout.layers) * self.map.heads,
         )
 
     def before_attention(self, layer: int, view: StepView, query: Tensor, scale: float) -> None:
@@ -357,11 +352,10 @@ class Worker:
     ) -> Callable[[], list[Outcome]]:
         """A pure function of the queries and the residency of this moment."""
         step, sinks, merge = self.step, self.geometry.sinks, self.settings.group_merge
-        per_layer = self.settings.granularity == "layer"
-        scorer = self.scorers[layer]
-        assert scorer is not None
+        scorer, heads = self.scorers[layer], self.map.heads
+        per_head = self.layout.layers[layer].shape.heads == heads
         inputs = [(g, query[g.queries], self.map.of(layer, g.rows)) for g in groups]
-        stores = (self._summaries(layer).store, self.arena.summaries[layer])
+        stores = (self.summaries[layer].store, self.arena.summaries[layer])
 
         def run() -> list[Outcome]:
             outcomes = []
@@ -369,8 +363,8 @@ class Worker:
                 scores = score(scorer, q, stores[group.on_host], group, scale, merge)
                 if merge.startswith("softmax"):
                     scores = read_on(scores)
-                if per_layer:
-                    scores = merge_heads(scores, merge)
+                if not per_head:
+                    scores = merge_heads(scores, merge).expand(-1, heads, -1)
                 if group.seeds:
                     outcomes.append(Outcome(group, blocks=first_set(scores, group.hot_of, sinks, resident.shape[2])))
                 else:
@@ -406,7 +400,7 @@ class Worker:
                 if group.on_host:
                     self._fetch(layer, plan, index, hot)
                 self.map.apply(layer, plan)
-                if counts:
+                if counts and not self.layout.layers[layer].is_draft:
                     self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
 
     def _fetch(self, layer: int, plan: SwapPlan, index: Tensor, hot: Tensor) -> None:
@@ -419,16 +413,13 @@ class Worker:
             self._load(layer, source, head, target)
 
     def _load(self, layer: int, host: Tensor, head: Tensor, device: Tensor) -> None:
-        per_head = self.map.heads > 1
-        self.arena.load(layer, host, head if per_head else None, self.pages[layer], device)
         shape = self.layout.layers[layer].shape
+        per_head = self.map.heads > 1 and shape.heads == self.map.heads
+        if not per_head and self.map.heads > 1:  # a drafter with other heads than the target: one set for all of them
+            host, device = host[head == 0], device[head == 0]
+        self.arena.load(layer, host, head if per_head else None, self.pages[layer], device)
         pages = len(host) * (1 if per_head else shape.heads)
         self.stats.add(pages_fetched=pages, bytes_fetched=pages * shape.page_bytes)
-
-    def _summaries(self, layer: int) -> LayerSummaries:
-        summaries = self.summaries[layer]
-        assert summaries is not None
-        return summaries
 
     # -- the rest
 
@@ -445,15 +436,15 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Everything this rank can see: no block twice in a row, no row or stage row lost."""
-        for i in self.targets:
-            self._commit(i, wait=True)
+        self._settle_pipeline()
         windows = {h.row: h.first_window for h in self.held.values()}
         self.map.check_integrity(self.geometry.sinks, windows)
         for held in self.held.values():
             if held.state >= State.IN_PLACE:
-                chosen = self.map.block[self.targets, held.row, :, : held.hot_count]
+                chosen = self.map.block[self.books[0].layers, held.row, :, : held.hot_count]
                 assert bool((chosen != EMPTY).all()), f"{held.request_id}: an empty hot slot"
-        self.book.check_integrity()
+        for book in self.books:
+            book.blocks.check_integrity()
         assert set(self._born) == set(windows), "rows and requests differ"
 
 

@@ -198,11 +198,12 @@ class Engine:
             free = half.ledger.index.pool.get_num_free_blocks()
             assert free == half.layout.host_blocks, f"{half.layout.host_blocks - free} host blocks are lost"
         assert worker.held == {} and worker.host_blocks == {} and worker._born == {} and worker.map.held == 0
-        assert not any(worker.pipeline.busy(layer) for layer in worker.targets)
+        assert not any(worker.pipeline.busy(layer) for layer in range(len(worker.pages)))
         dropped, released = half.ledger.take_departures()
         assert dropped == [] and len(released) == 1
-        worker.book.finish(released)
-        assert worker.book.staged_blocks == 0
+        for book in worker.books:
+            book.blocks.finish(released)
+            assert book.blocks.staged_blocks == 0
         self.check_worker()
 
     def close(self) -> None:

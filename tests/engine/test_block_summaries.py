@@ -34,7 +34,7 @@ class BlockChecker:
         pending = {block for block, _ in self.e.half.ledger._released}
         cached = [b.block_id for b in self.e.pool.blocks if b.block_hash is not None and b.block_id not in pending]
         self.cached += len(cached)
-        for layer in self.worker.targets:
+        for layer in range(len(self.worker.pages)):
             if layer in self.seen.by_slot and cached:
                 store = self.worker.summaries[layer].store
                 self._same_summaries(layer, store, cached, self._written(layer, cached), "cached device block")
@@ -48,7 +48,7 @@ class BlockChecker:
         assert self.worker.host_blocks[name][: record.durable].tolist() == host
         table = [b.block_id for b in self.e.half.manager.req_to_blocks[name]]
         held = self.worker.held.get(name)
-        for layer in self.worker.targets:
+        for layer in range(len(self.worker.pages)):
             if record.state == State.BOUNDED:
                 keys = self.seen.by_request[(name, held.born, layer)][0][: record.durable * self.size]
                 keys = keys.unflatten(0, (-1, self.size))

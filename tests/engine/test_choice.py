@@ -26,7 +26,7 @@ class ChoiceChecker(Verifier):
         self, layer: int, view: Any, metadata: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
         super().__call__(layer, view, metadata, query, key, value, output)
-        if self.worker.scorers[layer] is None:
+        if self.worker.layout.layers[layer].is_draft:
             return
         common = metadata.common
         starts, lens = common.query_start_loc.tolist(), common.seq_lens.tolist()

@@ -78,9 +78,9 @@ class Verifier:
                     self._compare("dense", layer, query, output, starts[i], count, lens[i], keys, values, None)
             else:
                 blocks = self._resident(layer, held, lens[i])
-                state = held.state.name.lower() + (" draft" if self.worker.scorers[layer] is None else "")
+                state = held.state.name.lower() + (" draft" if self.worker.layout.layers[layer].is_draft else "")
                 self._compare(state, layer, query, output, starts[i], count, lens[i], keys, values, blocks)
-                if self.record_choices and self.worker.scorers[layer] is not None:
+                if self.record_choices and not self.worker.layout.layers[layer].is_draft:
                     chosen = [sorted(b.tolist()) for b in self.worker.map.block[layer, held.row, :, : held.hot_count]]
                     self.report.choices[(held.request_id.split("-")[0], lens[i], layer)] = chosen
 
@@ -148,10 +148,10 @@ class Verifier:
 
     def _resident(self, layer: int, held: Any, length: int) -> list[list[int]]:
         sinks = self.worker.geometry.sinks
-        if self.worker.scorers[layer] is None:
-            chosen = [held.recent.tolist()]
-        else:
-            chosen = self.worker.map.block[layer, held.row, :, : held.hot_count].tolist()
+        chosen = self.worker.map.block[layer, held.row, :, : held.hot_count].tolist()
+        if len(chosen) != self.worker.layout.layers[layer].shape.heads:  # one set for all heads
+            assert all(own == chosen[0] for own in chosen)
+            chosen = chosen[:1]
         tail = list(range(held.first_window, -(-length // self.size)))
         sets = [[*range(sinks), *blocks, *tail] for blocks in chosen]
         for blocks in sets:
