@@ -92,6 +92,9 @@ class Ledger:
         self.parked: dict[str, Record] = {}
         """Bounded requests that were preempted: their host blocks are kept, and they go on from them."""
         self.resuming: set[str] = set()
+        self.exact_tokens: dict[str, int] = {}
+        """Waiting requests whose prefix comes from the host with approximate blocks: tokens before the first of them.
+        vLLM caches what it will load before the request has a record."""
         self._parks: list[Park] = []
         self.resumed = 0
         self.recomputed = 0
@@ -146,6 +149,7 @@ class Ledger:
         Returns:
             The host blocks of that prefix that could be found.
         """
+        self.exact_tokens.pop(request.request_id, None)
         record = Record(request, self.geometry_for(request))
         found, exact = self.find_prefix(request)
         found = found[: max(restored, exact)]  # an approximate copy is of use only to who computes on it
@@ -237,6 +241,13 @@ class Ledger:
         dropped, released = self._dropped, self._released
         self._dropped, self._released = [], []
         return dropped, released
+
+    def cacheable(self, request: Request, num_tokens: int) -> int:
+        """How many of a request's first ``num_tokens`` tokens may enter vLLM's prefix cache: those computed densely."""
+        record = self.records.get(request.request_id)
+        if record is None:
+            return min(num_tokens, self.exact_tokens.get(request.request_id, num_tokens))
+        return num_tokens if record.dense_tokens is None else min(num_tokens, record.dense_tokens)
 
     # -- states
 
@@ -403,8 +414,9 @@ class Ledger:
                 assert not record.hot, f"{name}: hot slots in state {record.state.name}"
                 continue
             allowed = geometry.bound + blocks_for(geometry.block_size + self.lookahead, geometry.block_size)
-            assert len(held) + len(record.hot) <= allowed, (
-                f"{name}: holds {len(held)} + {len(record.hot)} hot blocks, allowed are {allowed}"
+            waiting = max(0, geometry.first_window(record.committed) - record.first_window)  # for acknowledgements
+            assert len(held) + len(record.hot) <= allowed + waiting, (
+                f"{name}: holds {len(held)} + {len(record.hot)} hot blocks, allowed are {allowed} + {waiting}"
             )
             assert len(record.hot) == geometry.hot, f"{name}: {len(record.hot)} hot slots instead of {geometry.hot}"
             assert record.durable >= record.first_window, f"{name}: freed blocks without a durable copy"

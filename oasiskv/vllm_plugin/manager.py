@@ -154,9 +154,8 @@ class OasisManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
-        record = self.ledger.records.get(request.request_id) if self.ledger else None
-        if record is not None and record.dense_tokens is not None:
-            num_tokens = min(num_tokens, record.dense_tokens)
+        if self.ledger is not None:
+            num_tokens = self.ledger.cacheable(request, num_tokens)
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

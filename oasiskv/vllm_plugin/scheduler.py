@@ -115,7 +115,10 @@ class SchedulerHalf:
             return None
         self._local[request.request_id] = local_tokens
         size = self.layout.geometry.block_size
-        return max(0, len(self.ledger.find_prefix(request)[0]) * size - local_tokens)
+        found, exact = self.ledger.find_prefix(request)
+        if len(found) > exact:
+            self.ledger.exact_tokens[request.request_id] = exact * size
+        return max(0, len(found) * size - local_tokens)
 
     def started(self, request: Request, device: Sequence[int], host_tokens: int) -> None:
         """A waiting request got the device blocks ``device``; ``host_tokens`` of its prefix are to be loaded there."""
@@ -208,6 +211,7 @@ class SchedulerHalf:
                 need = max(need, blocks_for(request.num_tokens, size) + growth - free)
         self._tried.clear()
         self._local.clear()
+        self.ledger.exact_tokens.clear()
         self._host_is_full = False
         if need > 0:
             self.ledger.relieve(need, self.manager.own_middle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,11 @@ class Engine:
     def abort(self, name: str) -> None:
         """Abort a request as a client that hangs up does."""
         self.llm.llm_engine.abort_request([name])
+
+    def preempt(self, request: Any) -> None:
+        """Have the scheduler take a running request's blocks away, as it does when blocks run short."""
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
 
     def request_id(self, name: str) -> str:
         """vLLM's own name for a request that runs."""

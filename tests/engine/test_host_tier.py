@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -88,8 +87,7 @@ def test_a_preempted_request_goes_on_from_the_host(tiny_llama: Path, speculative
             for output in e.step():
                 done[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
             if e.steps % 9 == 0 and len(e.scheduler.running) > 1:
-                victim = e.scheduler.running.pop(order.randrange(len(e.scheduler.running)))
-                e.scheduler._preempt_request(victim, time.monotonic())
+                e.preempt(order.choice(e.scheduler.running))
         assert e.counts["resumed_requests"] > 3
         if not speculative:  # drafts, and with them the choice of blocks, depend on what else runs
             assert [done[f"again-{seed}"] for seed in range(3)] == undisturbed
@@ -103,8 +101,7 @@ def test_a_preempted_request_can_be_aborted(tiny_llama: Path) -> None:
         for _ in range(12):
             e.step()
         (victim,) = [r for r in e.scheduler.running if r.num_prompt_tokens == 600]
-        e.scheduler.running.remove(victim)
-        e.scheduler._preempt_request(victim, time.monotonic())
+        e.preempt(victim)
         assert e.half.ledger.parked
         e.abort(name)
         e.run()
