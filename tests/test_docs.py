@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from oasiskv.core.settings import Settings
@@ -33,3 +34,10 @@ def test_every_module_is_on_the_map() -> None:
         for module in (package / folder).glob("*.py"):
             if module.stem != "__init__":
                 assert f"| `{module.stem}` |" in text, f"{folder}/{module.name} is not in docs/structure.md"
+
+
+def test_every_test_that_catches_a_fault_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (DOCS / "faults.md").read_text())
+    assert len(named) > 30
+    for file, test in named:
+        assert f"def {test}(" in (DOCS.parent / "tests" / file).read_text(), f"{file}::{test}"

@@ -70,6 +70,7 @@ def measure(model: str, history: int, chats: int, is_on: bool) -> list[tuple[flo
         max_model_len=longest,
         max_num_batched_tokens=2048,
         enforce_eager=True,
+        gpu_memory_utilization=0.3,
         block_size=BLOCK,
         num_gpu_blocks_override=longest // BLOCK * 5 // 4,  # the second of two chats pushes out the first
         **settings,

@@ -59,3 +59,41 @@ def sample_beside_drafts() -> None:
     apply._oasiskv = True  # type: ignore[attr-defined]
     rejection_sampler.apply_sampling_constraints = apply
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+def rewind_seeded_requests() -> None:
+    """Let a request with a seed be prefilled in chunks on a CPU.
+
+    What is sampled after all but the last chunk is thrown away, and the request's generator wound back, in a way that
+    generators on CPUs do not have: "CPU Generator does not use offset" ends the engine. Here its state is kept instead.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample, bookkeeping = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+    if getattr(sample, "_oasiskv", False):
+        return
+
+    def thrown_away(runner: Any) -> dict[int, torch.Generator]:
+        mask = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        return {i: g for i, g in runner.input_batch.generators.items() if i < len(mask) and mask[i]}
+
+    @functools.wraps(sample)
+    def sample_and_rewind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in thrown_away(self).values()]
+        output = sample(self, *args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    @functools.wraps(bookkeeping)
+    def bookkeeping_without_them(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, hidden = self.input_batch.generators, thrown_away(self)
+        self.input_batch.generators = {i: g for i, g in generators.items() if i not in hidden}
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    sample_and_rewind._oasiskv = True  # type: ignore[attr-defined]
+    GPUModelRunner._sample = sample_and_rewind  # type: ignore[method-assign]
+    GPUModelRunner._bookkeeping_sync = bookkeeping_without_them  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from oasiskv.vllm_plugin.layout import Layout, layer_scorer
 from oasiskv.vllm_plugin.metadata import Park, RequestStep, State, StepMetadata
 from oasiskv.vllm_plugin.metrics import OasisStats
 from oasiskv.vllm_plugin.step import ScoreGroup, StepView
-from oasiskv.vllm_plugin.workarounds import sample_beside_drafts
+from oasiskv.vllm_plugin.workarounds import rewind_seeded_requests, sample_beside_drafts
 
 logger = init_logger(__name__)
 
@@ -85,6 +85,7 @@ class Worker:
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings, layout: Layout) -> None:
         sample_beside_drafts()
+        rewind_seeded_requests()
         self.settings = settings
         self.layout = layout
         self.geometry = layout.geometry

@@ -25,6 +25,36 @@ def test_a_prefix_that_has_left_the_device_is_restored_from_the_host(tiny_llama:
     assert report.worst["bounded"] < 1e-5
 
 
+@pytest.mark.parametrize("spec", ["ngram", "draft_model"])
+def test_a_drafter_does_not_keep_a_prefix_from_being_found(tiny_llama: Path, tiny_draft: Path, spec: str) -> None:
+    drafter = {"method": "draft_model", "model": str(tiny_draft), "num_speculative_tokens": 3}
+    vllm = POOL | {"speculative_config": NGRAM if spec == "ngram" else drafter}
+    prompts = [prompt(600, seed) for seed in range(2)]
+    with engine(tiny_llama, vllm=vllm, host_gib=0.1) as e:
+        report = e.verify()
+        e.generate(prompts, max_tokens=30)
+        e.generate([prompt(1400, 100), prompt(1400, 101)], max_tokens=4)
+        e.generate(prompts, max_tokens=30)
+        assert e.counts["restored_blocks"] == 2 * (600 // 32)
+    assert max(report.worst.values()) < 1e-5
+
+
+def test_what_was_pushed_out_of_the_host_is_kept_again(tiny_llama: Path) -> None:
+    """No hole stays for ever: what is computed again is offered again."""
+    with engine(tiny_llama, vllm=POOL) as e:
+        each = e.worker.arena.nbytes / e.half.layout.host_blocks
+    with engine(tiny_llama, vllm=POOL, host_gib=50 * each / (1 << 30)) as e:  # one of the longest requests
+        for tokens in (prompt(600), prompt(1400, 100), prompt(600)):
+            e.generate([tokens], max_tokens=30)
+        assert e.counts["restored_blocks"] < 600 // 32, "the second pushed out the first"
+        before = e.counts["restored_blocks"]
+        for block in e.pool.blocks:  # off the device, and off it only
+            if block.block_hash is not None:
+                e.pool.evict_blocks({block.block_id})
+        e.generate([prompt(600)], max_tokens=30)
+        assert e.counts["restored_blocks"] - before == 600 // 32
+
+
 @pytest.mark.parametrize("reuse", [True, False])
 def test_what_sparse_steps_computed_is_reused_only_where_it_may_be(tiny_llama: Path, reuse: bool) -> None:
     with engine(tiny_llama, vllm=POOL, host_gib=0.1, reuse_approximate=reuse) as e:

@@ -61,6 +61,16 @@ def test_stop_tokens_and_stop_strings(tiny_llama: Path) -> None:
         assert output.text == text[: text.index(word)] and output.stop_reason == word
 
 
+def test_a_seed_means_the_same_however_the_prompt_is_cut(tiny_llama: Path) -> None:
+    answers = []
+    for chunk in (2048, 192):
+        with engine(tiny_llama, vllm={"max_num_batched_tokens": chunk}, residency="dense") as e:
+            for _ in range(2):
+                answers.append(list(answer(e, prompt(700), 40, temperature=1.0, seed=11).outputs[0].token_ids))
+            other = list(answer(e, prompt(700), 40, temperature=1.0, seed=12).outputs[0].token_ids)
+    assert answers == [answers[0]] * 4 and other != answers[0]
+
+
 def test_penalties_and_forbidden_words(tiny_llama: Path) -> None:
     with engine(tiny_llama) as e:
         plain = list(answer(e, prompt(700), 80).outputs[0].token_ids)

@@ -27,14 +27,17 @@ TIE = 2e-3
 
 
 class Recorder(Verifier):
-    """Which blocks each sparse row saw, for every layer and set of heads; and the masked reference besides."""
+    """Which blocks each sparse row saw, for every layer and set of heads; and, in some layers (all of a small model),
+    the masked reference besides."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker)
+        self.every = -(-len(worker.pages) // 4)
         self.plans: dict[str, dict[int, list[tuple[Tensor, list[list[int]]]]]] = defaultdict(dict)
 
     def __call__(self, layer: int, view: Any, metadata: Any, *tensors: Tensor) -> None:
-        super().__call__(layer, view, metadata, *tensors)
+        if layer % self.every == 0:
+            super().__call__(layer, view, metadata, *tensors)
         for request, _, count, length in view.rows:
             sets = self._resident(layer, request, length)
             rows = self.plans[request.request_id].setdefault(layer, [])
@@ -157,6 +160,8 @@ def _compare(tally: Tally, alone: Alone, tokens: list[int], answer: Any, plans: 
         clear = best[i, 0] - best[i, 1] > TIE
         assert token == int(expected[i].argmax()) or not clear, f"{own_id}: token {i} is not the best"
     tally.compared += 1
+    if tally.compared % 50 == 0:
+        print(f"{tally.compared} compared, step {e.steps}", flush=True)
     tally.tokens += len(output)
     tally.sparse += len({int(p) for rows in plans.values() for positions, _ in rows for p in positions})
 
@@ -182,11 +187,13 @@ def test_a_hundred_requests_as_each_alone(tiny_llama: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_thousand_requests_as_each_alone(tiny_llama: Path) -> None:
     strict(tiny_llama, 1000, pool=40, budget=192, lengths=(40, 600), rate=0.4)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_a_thousand_requests_as_each_alone_with_real_weights() -> None:
     from oasiskv.models import resolve_model
 

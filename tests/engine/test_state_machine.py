@@ -191,3 +191,15 @@ def test_approximate_blocks_restored_from_the_host_stay_out_of_the_prefix_cache(
     step_and_check(sim, 1)
     assert sim.counts["loads"] > 0
     sim.finish()
+
+
+def test_an_acknowledgement_for_a_request_that_left_is_nothing(tiny_llama: Path) -> None:
+    sim = Simulation(tiny_llama)
+    sim.holding_acks = True
+    name = sim.submit(WORDS[:500], 50)
+    step_and_check(sim, 3)
+    assert sim.half.ledger.records[name].in_flight
+    sim.abort(name)
+    sim.finish()
+    sim.half.ledger.acknowledge(sim.copied_step)
+    sim.check()
