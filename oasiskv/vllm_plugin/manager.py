@@ -106,7 +106,11 @@ class OasisManager(FullAttentionManager):
         record.first_window = max(record.first_window, record.geometry.first_window(record.committed))
 
     def _bound(self, record: Record) -> None:
-        """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots."""
+        """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots.
+
+        A middle that is shared with many stays where it is, and the request reads it in place: their hot slots together
+        would take more blocks than they free.
+        """
         assert self.ledger is not None
         geometry = record.geometry
         blocks = self.req_to_blocks[record.request_id]
@@ -114,8 +118,11 @@ class OasisManager(FullAttentionManager):
         own = [i for i in middle if blocks[i].ref_cnt == 1]
         hot = own[-geometry.hot :]
         fresh = geometry.hot - len(hot)
-        if fresh and (self.ledger.only_if_it_frees or fresh > self.block_pool.get_num_free_blocks()):
-            return
+        if fresh:
+            share = sum(1 / blocks[i].ref_cnt for i in middle)
+            pays = share > geometry.hot and not self.ledger.only_if_it_frees
+            if not pays or fresh > self.block_pool.get_num_free_blocks():
+                return
         if len(own) <= len(hot) and self.ledger.only_if_it_frees:
             return
         if self.enable_caching:

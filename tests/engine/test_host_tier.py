@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from harness import engine, prompt
 
+from oasiskv.vllm_plugin.metadata import State
+
 POOL = {"num_gpu_blocks_override": 90, "max_model_len": 1536}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
@@ -79,6 +81,27 @@ def test_requests_over_one_document_hold_one_copy_of_it(tiny_llama: Path) -> Non
             most = max(most, e.half.ledger.host_used())
         each = -(-(660 + 40) // 32)  # blocks of one request in its whole life
         assert most <= 640 // 32 + 8 * (each - 640 // 32)
+
+
+@pytest.mark.parametrize("sharers", [2, 8])
+def test_bounding_never_costs_more_device_blocks_than_leaving_be(tiny_llama: Path, sharers: int) -> None:
+    """Two that share a long document both leave it; eight of them read it where it is."""
+    document = prompt(960)
+    most, bounded = {}, {}
+    for residency in ("in_place", "bounded"):
+        with engine(tiny_llama, residency=residency) as e:
+            usable = e.pool.get_num_free_blocks()
+            e.generate([document], max_tokens=1)
+            for seed in range(sharers):
+                e.submit([*document, *prompt(20, 100 + seed)], max_tokens=80)
+            held = []
+            while e.llm.llm_engine.has_unfinished_requests():
+                e.step()
+                held.append(usable - e.pool.get_num_free_blocks())
+                bounded[residency] = max(bounded.get(residency, 0), e.half.ledger.counts()[State.BOUNDED])
+            most[residency] = sorted(held)[-len(held) // 4]  # most of the time: all are prefilled first
+    assert most["bounded"] <= most["in_place"]
+    assert bounded["in_place"] == 0 and (bounded["bounded"] == 2) == (sharers == 2)
 
 
 def test_different_salts_share_nothing(tiny_llama: Path) -> None:
