@@ -16,7 +16,7 @@ def refusal(**values: object) -> str:
 def test_defaults_are_the_documented_ones() -> None:
     s = Settings()
     assert (s.residency, s.budget_tokens, s.sink_tokens, s.window_tokens, s.fetch_cap) == ("auto", 2048, 16, 64, 0.05)
-    assert (s.scorer, s.granularity, s.predictor, s.miss_policy) == ("box", "head", "both", "drop")
+    assert (s.scorer, s.granularity, s.predictor, s.miss_policy) == ("q2", "head", "both", "drop")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Settings(BaseModel):
     ] = 0.05
     scorer: Annotated[
         Literal["box", "minmax", "mean", "q2"], Field(description="How a block's relevance is estimated.")
-    ] = "box"
+    ] = "q2"
     score_interval: Annotated[
         Auto | Annotated[int, Field(ge=1)],
         Field(description="Steps from one scoring of a layer to its next; `auto`: 4 for `q2`, else 1."),

@@ -15,7 +15,7 @@ from oasiskv.cli.options import split
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.settings import Settings, SettingsError
 from oasiskv.demo.documents import FACTS
-from oasiskv.demo.plan import MODEL, OASIS, OASIS_BLOCK, OUTPUT_TOKENS, PROMPT_TOKENS, SETTINGS, TITLES, make_jobs
+from oasiskv.demo.plan import MODEL, OASIS, OASIS_BLOCK, OUTPUT_TOKENS, PROMPT_TOKENS, TITLES, make_jobs
 from oasiskv.demo.report import MIB, as_json, formula, markdown, table, verdict
 from oasiskv.demo.runner import RowFailed, run_row
 from oasiskv.installed import InstallError, check_vllm
@@ -37,7 +37,7 @@ def demo(arguments: Sequence[str], console: Console) -> int:
     """Fetch what is missing, run the rows one after another, print the table and the verdict."""
     given, rest = split(arguments)
     args = parser().parse_args(rest)
-    settings = Settings.parse(SETTINGS | given)
+    settings = Settings.parse(given)
     geometry = Geometry.of(settings, OASIS_BLOCK)
     check_vllm()
     model = resolve_model(MODEL)

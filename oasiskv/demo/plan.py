@@ -18,8 +18,6 @@ from oasiskv.demo.documents import FACTS
 
 MODEL = "smollm2"
 PROMPT_TOKENS, OUTPUT_TOKENS = 5_800, 64
-SETTINGS: dict[str, Any] = {"scorer": "q2"}
-"""What the demo changes of OasisKV's defaults: finding one sentence in 6,000 tokens wants the accurate scorer."""
 STOCK, OASIS, STOCK_PLUS = "stock", "oasis", "stock_plus"
 TITLES = {
     STOCK: "stock vLLM",
@@ -33,7 +31,7 @@ OASIS_BLOCK = 32
 POOL_REQUESTS = 2.95
 """The KV pool holds this many requests in full: fewer than three."""
 HOST_SPARE = 1.1
-"""The host pool holds all requests in full, and their summaries besides."""
+"""The host pool: the KV of all requests, and a tenth."""
 CHUNK = 2048
 """Most tokens of one step: what vLLM's server takes on a CPU."""
 

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from oasiskv.core.geometry import Geometry, blocks_for
 from oasiskv.core.link_budget import pages_per_step
-from oasiskv.core.merge import merge_heads, merge_scores
+from oasiskv.core.merge import merge_heads, merge_scores, read_on
 from oasiskv.core.predictor import query_rows
 from oasiskv.core.residency import ResidencyMap
 from oasiskv.core.scorers import make_scorer
@@ -237,6 +237,8 @@ class CoverageStudy:
         stacked = torch.stack(scores).unflatten(2, queries.shape[2:4])
         method = self.settings.group_merge
         merged = merge_scores(stacked, torch.ones(len(scores), middle, dtype=torch.bool), method)
+        if method.startswith("softmax"):
+            merged = read_on(merged)
         return merge_heads(merged, method) if self.settings.granularity == "layer" else merged
 
     def _first_summaries(self, scorer: Any, kv: LayerKV) -> Tensor:

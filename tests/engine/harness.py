@@ -30,8 +30,8 @@ ENGINE: dict[str, Any] = {
     "disable_log_stats": True,
     "seed": 0,
 }
-OASIS: dict[str, Any] = {"residency": "bounded", "budget_tokens": 256, "pipeline": "inline"}
-"""1 sink, 5 hot and 2 window blocks of 32 tokens."""
+OASIS: dict[str, Any] = {"residency": "bounded", "budget_tokens": 256, "pipeline": "inline", "scorer": "box"}
+"""1 sink, 5 hot and 2 window blocks of 32 tokens; and the scorer that scores in every step, so that more happens."""
 FIRST_WORD = 4
 """Tokens below are special."""
 
