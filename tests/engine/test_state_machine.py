@@ -203,3 +203,18 @@ def test_an_acknowledgement_for_a_request_that_left_is_nothing(tiny_llama: Path)
     sim.finish()
     sim.half.ledger.acknowledge(sim.copied_step)
     sim.check()
+
+
+def test_a_request_that_waits_for_the_host_is_not_starved_by_smaller_ones(tiny_llama: Path) -> None:
+    sim = Simulation(tiny_llama, host_blocks=40, drafts=False)
+    for i in range(3):
+        sim.submit(WORDS[i : i + 300], 40)
+    large = sim.submit(WORDS[50:800], 40)
+    later = [sim.submit(WORDS[i : i + 290], 40) for i in range(100, 108)]
+    order: list[str] = []
+    while sim.scheduler.requests:
+        step_and_check(sim, 1)
+        order += [r.request_id for r in sim.scheduler.running if r.request_id not in order]
+        assert sim.counts["steps"] < 2000
+    assert order.index(large) < min(order.index(name) for name in later)
+    sim.finish()
