@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios = [second / first for first, second in turns]
         table.add_row(name, *map(spread, (*zip(*turns, strict=True), ratios)))
     table.title = f"{args.model}, history of {args.history:,} tokens, {args.chats} chats: median (least to most)"
-    Console().print(table)
+    Console(width=max(100, Console().width)).print(table)
     return 0
 
 

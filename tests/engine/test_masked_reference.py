@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness import Engine, engine, prompt
+from tiny import make_tiny_llama
 from verifier import Report
 
 from oasiskv.core.pipeline import InlinePipeline
@@ -341,6 +342,18 @@ def test_with_everything_at_once(models: Models, verified: Any) -> None:
         assert report.rows["in_place"] >= ROWS and report.rows["bounded"] > 300 and report.rows["bounded draft"] > 300
         assert max(report.worst.values()) < EXACT, str(report)
         assert e.preempted and e.accepted and e.counts["late_plans"] and e.hits
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_with_a_drafter_of_other_heads(models: Models, verified: Any, tmp_path: Path, heads: int) -> None:
+    """The target has two KV heads; all of the drafter's share one set."""
+    draft = make_tiny_llama(tmp_path / "draft", seed=3, num_hidden_layers=1, num_key_value_heads=heads)
+    with engine(models.llama, vllm={"speculative_config": drafter(draft)}) as e:
+        report = e.verify()
+        e.generate(PROMPTS, max_tokens=60)
+        verified(report)
+        assert report.rows["bounded"] >= ROWS and report.rows["bounded draft"] > 300
+        assert max(report.worst.values()) < EXACT, str(report)
 
 
 # --- what is chosen
