@@ -184,21 +184,24 @@ def _drafter_written(
     """
     size, lookahead = worker.geometry.block_size, worker.books[1].blocks.lookahead
     slots = common.slot_mapping.numpy()
-    extra = (starts[-1] - worker.step_tokens) // max(1, common.num_reqs)
+    extra = max(0, starts[-1] - worker.step_tokens) // max(1, common.num_reqs)
     written = []
     for i in range(common.num_reqs):
-        own = slots[starts[i] : starts[i + 1]]
-        count = int((own >= 0).sum())
+        (real,) = np.nonzero(slots[starts[i] : starts[i + 1]] >= 0)
+        count = len(real)
         if not count:
-            continue
-        block, offset = divmod(int(own[0]), size)
+            continue  # nothing of this row is kept
+        block, offset = divmod(int(slots[starts[i] + real[0]]), size)
         last = (lens[i] - 1) // size
-        first = max(0, (lens[i] - len(own) - lookahead) // size)
+        first = max(0, (lens[i] - (starts[i + 1] - starts[i]) - lookahead) // size)
         (where,) = np.nonzero(table[i, first : last + 1] == block)
+        if not len(where):
+            continue  # a drafter that writes elsewhere: its layers choose by older summaries
         start = (first + int(where[-1])) * size + offset
         span = table[i, start // size : (start + count + lookahead) // size + 1]
         drafts = next((worker.drafts[b] for b in span.tolist() if b in worker.drafts), 0)
-        written.append(Written(start, count, min(drafts + extra, count - 1), starts[i], table[i]))
+        uncertain = min(drafts + extra, count - 1)
+        written.append(Written(start, count, uncertain, starts[i] + int(real[0]), table[i]))
     return written
 
 
@@ -207,8 +210,7 @@ def _newest_tokens(worker: Worker, common: CommonAttentionMetadata, starts: list
     if not drafting:
         return [start - 1 for start in starts[1:]]
     slots = common.slot_mapping.numpy()
-    real = [int((slots[a:b] >= 0).sum()) for a, b in pairwise(starts)]
-    return [start + count - 1 for start, count in zip(starts, real, strict=False)]
+    return [a + int(np.flatnonzero(slots[a:b] >= 0).max(initial=0)) for a, b in pairwise(starts)]
 
 
 def _tokens_of(rows: list[int], starts: list[int]) -> Tensor:
