@@ -206,7 +206,7 @@ def test_with_several_samples_of_a_prompt(models: Models, verified: Any, spec: s
     how = Speculation(spec, models)
     with engine(how.model, vllm=how.vllm, residency=residency) as e:
         report = e.verify()
-        samples = e.generate(PROMPTS[:2], max_tokens=60, n=3, temperature=0.8)
+        samples = e.generate(PROMPTS[:2], max_tokens=80, n=3, temperature=0.8)
         assert all(len(s) == 3 and s[0] != s[1] for s in samples)
         verified(report)
         check(report, residency)
