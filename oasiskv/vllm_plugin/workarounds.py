@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 
 
@@ -44,7 +45,7 @@ def sample_beside_drafts() -> None:
     from vllm.v1.sample import rejection_sampler
 
     original = rejection_sampler.apply_sampling_constraints
-    if getattr(original, "_oasiskv", False):
+    if getattr(original, "_oasiskv", False) or not current_platform.is_cpu():
         return
 
     @functools.wraps(original)
@@ -70,7 +71,7 @@ def rewind_seeded_requests() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sample, bookkeeping = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
-    if getattr(sample, "_oasiskv", False):
+    if getattr(sample, "_oasiskv", False) or not current_platform.is_cpu():
         return
 
     def thrown_away(runner: Any) -> dict[int, torch.Generator]:
