@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Engine, engine, prompt
-from test_leaks import MIB, churn, held
+from test_leaks import MIB, churn_twice
 from torch import Tensor
 from verifier import Verifier
 
@@ -206,12 +206,6 @@ def test_a_thousand_requests_as_each_alone_with_real_weights() -> None:
 def test_a_thousand_requests_at_full_speed_leave_nothing(tiny_llama: Path, residency: str) -> None:
     vllm = {"num_gpu_blocks_override": 48, "max_model_len": 900, "dtype": "bfloat16"}
     with engine(tiny_llama, vllm=vllm, residency=residency, budget_tokens=192, pipeline="async") as e:
-        aborted = churn(e, 500, seed=10_000)
-        e.assert_empty()
-        before = held()
-        aborted += churn(e, 500, seed=20_000)
-        e.assert_empty()
-        objects, size = (now - then for now, then in zip(held(), before, strict=True))
-        print(f"{aborted} aborted, {len(e.preempted)} preempted, {objects} objects and {size / MIB:.2f} MiB more")
+        aborted, objects, size = churn_twice(e, 500, seed=10_000)
         assert aborted > 100 and e.preempted and e.counts["pages_fetched"] > 1000
         assert objects < 200 and size < 16 * MIB
