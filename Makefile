@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-slow lint format clean
+.PHONY: help setup model demo bench-quick eval-quick test test-slow lint format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ model: setup  ## Fetch SmolLM2 (93 MB, once)
 
 demo: model  ## Real SmolLM2, stock vLLM against OasisKV in the same KV memory
 	$(BIN)/python -m oasiskv.demo
+
+bench-quick: model  ## Speed beside stock vLLM in the same KV memory: small sizes, 10 minutes on 2 cores
+	$(BIN)/oasiskv bench long-context reasoning --quick --html bench-quick.html --json bench-quick.json
+
+eval-quick: model  ## Accuracy beside dense attention, at three budgets: 10 minutes on 2 cores
+	$(BIN)/oasiskv eval all --budgets 512,1024,2048 --quick --html eval-quick.html --json eval-quick.json
 
 lint: setup  ## Ruff and mypy
 	$(BIN)/ruff check .

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 
+from oasiskv.bench.cells import Model, token_bytes
+from oasiskv.bench.figures import figures
+from oasiskv.bench.job import DENSE, OASIS, PLUS, Answer, Job, Run, Sample
+from oasiskv.bench.probe import Probe
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.settings import Settings
-from oasiskv.demo.documents import FACTS, build_prompts, is_right
-from oasiskv.demo.plan import OASIS, STOCK, STOCK_PLUS, Job, memory_for, token_bytes
-from oasiskv.demo.probe import Outcome, Probe, Sample, summarise
+from oasiskv.demo.documents import FACTS, Prompt, build_prompts, is_right
+from oasiskv.demo.outcome import Outcome
+from oasiskv.demo.plan import make_jobs, memory_for
 from oasiskv.demo.report import COLUMNS, formula, markdown, rows, verdict
 
 SMOLLM2 = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576}
+TOKEN = 2 * 30 * 3 * 64 * 2
+"""Bytes of a token."""
 
 
 class Words:
@@ -94,11 +100,11 @@ def test_other_answers_are_wrong(answer: str) -> None:
 
 
 def test_a_token_of_smollm2_takes_23040_bytes() -> None:
-    assert token_bytes(SMOLLM2) == 2 * 30 * 3 * 64 * 2
+    assert token_bytes(SMOLLM2) == TOKEN == 23_040
 
 
 def test_the_pool_holds_fewer_than_three_requests_in_whole_blocks_of_both_sizes() -> None:
-    memory = memory_for(SMOLLM2, 5996, 8)
+    memory = memory_for(TOKEN, 5996, 8)
     tokens, rest = divmod(memory.pool_bytes, memory.token_bytes)
     assert rest == 0
     assert tokens % 128 == 0
@@ -106,36 +112,39 @@ def test_the_pool_holds_fewer_than_three_requests_in_whole_blocks_of_both_sizes(
 
 
 def test_the_host_pool_holds_all_requests() -> None:
-    memory = memory_for(SMOLLM2, 5996, 8)
+    memory = memory_for(TOKEN, 5996, 8)
     assert memory.host_bytes > 8 * 5996 * memory.token_bytes
 
 
-def test_a_job_survives_its_way_to_the_process() -> None:
-    job = Job(OASIS, "/model", 100, 10, 1 << 20, {"scorer": "q2"})
-    assert Job.from_json(job.to_json()) == job
+def test_the_rows_differ_in_memory_and_in_oasiskv_only() -> None:
+    prompts = [Prompt([1, 2, 3] * 2000, city, number) for city, number in FACTS]
+    memory, jobs = make_jobs(Model("smollm2", "/model", TOKEN, 8192, 49_152), prompts, 64, {"scorer": "box"})
+    dense, oasis, plus = jobs
+    assert [job.row for job in jobs] == [DENSE, OASIS, PLUS]
+    assert dense.kv_bytes == oasis.kv_bytes == plus.kv_bytes - memory.host_bytes
+    assert (dense.settings, plus.settings) == (None, None)
+    assert oasis.settings == {"scorer": "box", "host_gib": memory.host_bytes / 2**30}
+    assert dense.conversations == oasis.conversations == plus.conversations
+    assert Job.from_json(oasis.to_json()) == oasis
 
 
 # -- numbers
 
 
-def outcome(row: str, **changes: Any) -> Outcome:
-    samples = [Sample(2.0, 1, 100, 0, ()), Sample(1.0, 2, 50, 1, (7,)), Sample(0.5, 2, 0, 2, (7, 5), fetched=300)]
-    known = {"block_size": 32, "pool_blocks": 100, "load_seconds": 1.0, "preemptions": 0, "right": 8}
-    return replace(summarise(samples, row=row, answers=(" 1",) * 8, **known), **changes)
+def outcome(row: str, right: int = 8, pool_blocks: int = 100, **changes: Any) -> Outcome:
+    samples = (Sample(2.0, 1, 100, 0, ()), Sample(1.0, 2, 50, 1, (7,)), Sample(0.5, 2, 0, 2, (7, 5), fetched=300))
+    answers = tuple(Answer(city, 0, 100, 0.0, 1.0, 2.0, 3, f" {number}.") for city, number in FACTS)
+    run = Run(row, 32, pool_blocks, 1.0, 0, samples, answers)
+    found = Outcome.of(run, [Prompt([1], city, number) for city, number in FACTS])
+    return replace(found, right=right, figures=replace(figures(run), **changes))
 
 
-def test_a_run_is_the_sum_of_its_steps() -> None:
-    found = outcome(STOCK)
-    assert (found.seconds, found.output_tokens, found.running_max, found.decoding_max) == (3.5, 3, 2, 2)
-    assert found.blocks_mean == pytest.approx(19 / 3)
-    assert found.tokens_per_second == pytest.approx(3 / 3.5)
-    assert found.decode_rate == pytest.approx(2 / 0.5)
-    assert found.fetched_per_step == pytest.approx(300 / 2)
-
-
-def test_an_outcome_survives_its_way_from_the_process() -> None:
-    found = outcome(OASIS)
-    assert Outcome.from_dict(found.as_dict()) == found
+def test_an_outcome_counts_the_right_answers() -> None:
+    run = Run(
+        DENSE, 32, 100, 1.0, 0, (), (Answer("Oslo", 0, 9, 0, 1, 2, 3, " 7035"), Answer("Lima", 0, 9, 0, 1, 2, 3, "1"))
+    )
+    found = Outcome.of(run, [Prompt([1], "Lima", "8157"), Prompt([1], "Oslo", "7035")])
+    assert (found.right, found.answers) == (1, ("1", " 7035"))
 
 
 def test_blocks_count_real_ids_and_hot_slots_of_decoding_requests_only() -> None:
@@ -160,31 +169,31 @@ def test_blocks_count_real_ids_and_hot_slots_of_decoding_requests_only() -> None
 
 
 def test_every_row_fills_every_column() -> None:
-    memory = memory_for(SMOLLM2, 5996, 8)
-    outcomes = [outcome(row) for row in (STOCK, OASIS, STOCK_PLUS)]
+    memory = memory_for(TOKEN, 5996, 8)
+    outcomes = [outcome(row) for row in (DENSE, OASIS, PLUS)]
     assert {len(cells) for cells in rows(outcomes, memory)} == {len(COLUMNS)}
     assert markdown(outcomes, memory).count("\n") == 4
 
 
 def test_the_formula_is_the_designs() -> None:
     geometry = Geometry.of(Settings(budget_tokens=2048), 32)
-    expected, line = formula(outcome(OASIS, pool_blocks=483, running_max=5), geometry, 5900)
+    expected, line = formula(outcome(OASIS, pool_blocks=483, running=5), geometry, 5900)
     assert expected == (483 - 185) // 65 + 1 == 5
     assert "seen: 5" in line
 
 
 def test_a_good_run_has_nothing_wrong() -> None:
-    assert verdict([outcome(STOCK, running_max=2), outcome(OASIS, running_max=5)], 5) == []
+    assert verdict([outcome(DENSE, running=2), outcome(OASIS, running=5)], 5) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"running_max": 3}, "OasisKV ran 3 requests at once, stock vLLM 2"),
+        ({"running": 3}, "OasisKV ran 3 requests at once, stock vLLM 2"),
         ({"right": 7}, "OasisKV answered 7 questions, stock vLLM 8"),
-        ({"running_max": 7}, "by the formula it should be 5"),
+        ({"running": 7}, "by the formula it should be 5"),
     ],
 )
 def test_each_broken_promise_has_its_sentence(changes: dict[str, Any], sentence: str) -> None:
-    wrong = verdict([outcome(STOCK, running_max=2), outcome(OASIS, **{"running_max": 5, **changes})], 5)
+    wrong = verdict([outcome(DENSE, running=2), outcome(OASIS, **{"running": 5, **changes})], 5)
     assert any(sentence in found for found in wrong)

@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 
 import oasiskv
+from oasiskv.bench.cells import BenchError
+from oasiskv.bench.process import RunFailed
+from oasiskv.bench.server import ServingError
 from oasiskv.cli import model
 from oasiskv.cli.options import UsageError
 from oasiskv.core.settings import SettingsError
 from oasiskv.installed import InstallError
 from oasiskv.models import FetchError
+from oasiskv.report.page import PageError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(model.app, name="model")
@@ -21,6 +25,7 @@ app.add_typer(model.app, name="model")
 # vLLM's options are not known to this parser: everything after the subcommand is taken as it is.
 _RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 WRONG_INPUT, FAILED = 2, 1
+OUR_ERRORS = (SettingsError, UsageError, InstallError, FetchError, BenchError, RunFailed, PageError, ServingError)
 
 
 def _version(wanted: bool) -> None:
@@ -54,6 +59,43 @@ def generate(context: typer.Context) -> None:
     run(context.args)
 
 
+@app.command(context_settings=_RAW)
+def bench(context: typer.Context) -> None:
+    """Measure speed beside stock vLLM, in the same KV memory."""
+    from oasiskv.cli.bench import run
+
+    run(context.args)
+
+
+@app.command(context_settings=_RAW)
+def plan(context: typer.Context) -> None:
+    """Say what fits, how fast it would be, and whether it pays."""
+    from oasiskv.cli.plan import run
+
+    run(context.args)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model whose configuration is to be checked too.")] = None,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="Write the findings there as JSON; - for stdout.")
+    ] = None,
+) -> None:
+    """Look at what is installed and at this machine, and say what to do where something is wrong."""
+    from oasiskv.cli.doctor import run
+
+    raise typer.Exit(run(model, json_path))
+
+
+@app.command("eval", context_settings=_RAW)
+def evaluate(context: typer.Context) -> None:
+    """Measure accuracy beside dense attention, on the same inputs."""
+    from oasiskv.cli.eval import run
+
+    run(context.args)
+
+
 def known_error(error: BaseException) -> BaseException | None:
     """The error of ours that ``error`` is, came from, or (inside pydantic's) carries; None if there is none."""
     seen: set[int] = set()
@@ -63,7 +105,7 @@ def known_error(error: BaseException) -> BaseException | None:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, SettingsError | UsageError | InstallError | FetchError):
+        if isinstance(current, OUR_ERRORS):
             return current
         queue += [e for e in (current.__cause__, current.__context__, *_inside_pydantic(current)) if e is not None]
     return None
@@ -86,7 +128,7 @@ def main() -> None:
         if known is None:
             raise
         print(f"oasiskv: error: {str(known).removeprefix('OasisKV: ')}", file=sys.stderr)
-        sys.exit(FAILED if isinstance(known, FetchError) else WRONG_INPUT)
+        sys.exit(FAILED if isinstance(known, FetchError | RunFailed | ServingError) else WRONG_INPUT)
 
 
 if __name__ == "__main__":

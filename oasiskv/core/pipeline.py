@@ -7,6 +7,7 @@ its result when the layer runs again, and commits it. At most one job of a layer
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
@@ -18,7 +19,9 @@ Result = TypeVar("Result")
 
 
 class Pipeline(Protocol[Result]):
-    """Runs jobs, keyed by layer."""
+    """Runs jobs, keyed by layer. ``busy_seconds``: how long jobs have run, all together."""
+
+    busy_seconds: float
 
     def submit(self, layer: int, job: Callable[[], Result]) -> None:
         """Hand in the layer's job; its last one must have been taken."""
@@ -37,12 +40,15 @@ class InlinePipeline(Generic[Result]):
     """Runs each job at once, on the caller's thread."""
 
     def __init__(self) -> None:
+        self.busy_seconds = 0.0
         self._done: dict[int, Result] = {}
 
     def submit(self, layer: int, job: Callable[[], Result]) -> None:
         """Run ``job`` now."""
         assert layer not in self._done, f"layer {layer}: its last job was not taken"
+        began = time.perf_counter()
         self._done[layer] = job()
+        self.busy_seconds += time.perf_counter() - began
 
     def busy(self, layer: int) -> bool:
         """Whether a result waits to be taken."""
@@ -61,13 +67,21 @@ class AsyncPipeline(Generic[Result]):
     """Runs jobs in order on one background thread with one core, beside the forward pass."""
 
     def __init__(self) -> None:
+        self.busy_seconds = 0.0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="oasiskv-pipeline", initializer=_use_one_core)
         self._jobs: dict[int, Future[Result]] = {}
 
     def submit(self, layer: int, job: Callable[[], Result]) -> None:
         """Queue ``job``."""
         assert layer not in self._jobs, f"layer {layer}: its last job was not taken"
-        self._jobs[layer] = self._pool.submit(job)
+        self._jobs[layer] = self._pool.submit(self._timed, job)
+
+    def _timed(self, job: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        try:
+            return job()
+        finally:
+            self.busy_seconds += time.perf_counter() - began  # the pool has one thread: nobody else adds
 
     def busy(self, layer: int) -> bool:
         """Whether a job is queued, runs, or waits to be taken."""

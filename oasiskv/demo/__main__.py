@@ -11,15 +11,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from oasiskv.bench.cells import OASIS_BLOCK, Model
+from oasiskv.bench.job import OASIS
+from oasiskv.bench.process import RunFailed, run_job
 from oasiskv.cli.options import split
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.settings import Settings, SettingsError
-from oasiskv.demo.documents import FACTS
-from oasiskv.demo.plan import MODEL, OASIS, OASIS_BLOCK, OUTPUT_TOKENS, PROMPT_TOKENS, TITLES, make_jobs
+from oasiskv.demo.documents import FACTS, build_prompts
+from oasiskv.demo.outcome import Outcome
+from oasiskv.demo.plan import MODEL, OUTPUT_TOKENS, PROMPT_TOKENS, TITLES, make_jobs
 from oasiskv.demo.report import MIB, as_json, formula, markdown, table, verdict
-from oasiskv.demo.runner import RowFailed, run_row
 from oasiskv.installed import InstallError, check_vllm
-from oasiskv.models import FetchError, resolve_model
+from oasiskv.models import FetchError, load_tokenizer, resolve_model
 from oasiskv.models.data import essays
 
 
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         return demo(sys.argv[1:] if arguments is None else arguments, console)
-    except (SettingsError, InstallError, FetchError, RowFailed) as error:
+    except (SettingsError, InstallError, FetchError, RunFailed) as error:
         console.print(f"The demo could not be run. {error}", style="red", markup=False)
         return 2
 
@@ -40,9 +43,12 @@ def demo(arguments: Sequence[str], console: Console) -> int:
     settings = Settings.parse(given)
     geometry = Geometry.of(settings, OASIS_BLOCK)
     check_vllm()
-    model = resolve_model(MODEL)
-    essays(console)
-    memory, jobs = make_jobs(model, PROMPT_TOKENS, OUTPUT_TOKENS, settings.changed())
+    folder = resolve_model(MODEL)
+    text = essays(console)
+    tokenizer = load_tokenizer(folder)
+    prompts = build_prompts(lambda t: tokenizer(t, add_special_tokens=False)["input_ids"], text, PROMPT_TOKENS)
+    model = Model.of(MODEL, folder, json.loads((Path(folder) / "config.json").read_text()))
+    memory, jobs = make_jobs(model, prompts, OUTPUT_TOKENS, settings.changed())
     changed = ", ".join(f"{name}={value}" for name, value in settings.changed().items()) or "defaults"
     console.print(
         f"[bold]{MODEL}: {len(FACTS)} requests at once, each a document of {PROMPT_TOKENS:,} tokens with a question; "
@@ -55,14 +61,15 @@ def demo(arguments: Sequence[str], console: Console) -> int:
     outcomes = []
     began = time.perf_counter()
     for job in jobs:
-        outcomes.append(run_row(job, console))
+        outcomes.append(Outcome.of(run_job(job, TITLES[job.row], console), prompts))
     expected, line = formula(outcomes[[j.row for j in jobs].index(OASIS)], geometry, PROMPT_TOKENS)
     wrong = verdict(outcomes, expected)
     console.print()
     console.print(table(outcomes, memory))
     console.print(line, highlight=False, soft_wrap=True)
     for job, outcome in zip(jobs, outcomes, strict=True):
-        console.print(f"{TITLES[job.row]}: {outcome.load_seconds:.0f} s to load, {outcome.seconds:.0f} s to run.")
+        took = outcome.figures
+        console.print(f"{TITLES[job.row]}: {took.load_seconds:.0f} s to load, {took.seconds:.0f} s to run.")
     console.print(f"All: {time.perf_counter() - began:.0f} s.")
     if args.markdown:
         print(markdown(outcomes, memory))

@@ -8,9 +8,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from oasiskv.bench.job import DENSE, OASIS, PLUS
 from oasiskv.core.geometry import Geometry, blocks_for, running_at_once
-from oasiskv.demo.plan import OASIS, STOCK, STOCK_PLUS, TITLES, Memory
-from oasiskv.demo.probe import Outcome
+from oasiskv.demo.outcome import Outcome
+from oasiskv.demo.plan import TITLES, Memory
 
 MIB = 1 << 20
 LEAST_GAIN = 2
@@ -45,17 +46,17 @@ def rows(outcomes: Sequence[Outcome], memory: Memory) -> list[tuple[str, ...]]:
     """The table's cells as text, in the order of ``COLUMNS``."""
     cells: list[tuple[str, ...]] = []
     for o in outcomes:
-        pool = memory.pool_bytes + (memory.host_bytes if o.row == STOCK_PLUS else 0)
-        held = o.blocks_mean * o.block_size * memory.token_bytes
+        pool = memory.pool_bytes + (memory.host_bytes if o.row == PLUS else 0)
+        held = o.figures.blocks_mean * o.block_size * memory.token_bytes
         host = f" + {memory.host_bytes / MIB:,.0f}" if o.row == OASIS else ""
         cells.append(
             (
                 f"{TITLES[o.row]}\n({pool / MIB:,.0f}{host} MiB)",
-                str(o.running_max),
-                f"{o.blocks_mean:.0f} x {o.block_size} tokens\n({held / MIB:.0f} MiB)",
-                f"{o.tokens_per_second:.1f}\n({o.decode_rate:.1f})",
+                str(o.figures.running),
+                f"{o.figures.blocks_mean:.0f} x {o.block_size} tokens\n({held / MIB:.0f} MiB)",
+                f"{o.figures.throughput:.1f}\n({o.figures.decode_throughput:.1f})",
                 f"{o.right} of {len(o.answers)}",
-                f"{o.fetched_per_step / MIB:.1f} MiB" if o.row == OASIS else "-",
+                f"{o.figures.fetched_per_step / MIB:.1f} MiB" if o.row == OASIS else "-",
             )
         )
     return cells
@@ -75,25 +76,25 @@ def formula(oasis: Outcome, geometry: Geometry, prompt_tokens: int) -> tuple[int
     expected = running_at_once(oasis.pool_blocks, full, bounded)
     return expected, (
         f"floor((P - F) / B) + 1 = floor(({oasis.pool_blocks} - {full}) / {bounded}) + 1 = {expected} requests at once "
-        f"(in blocks; P: pool less summaries; F: a full prompt; B: a bounded request); seen: {oasis.running_max}"
+        f"(in blocks; P: pool less summaries; F: a full prompt; B: a bounded request); seen: {oasis.figures.running}"
     )
 
 
 def verdict(outcomes: Sequence[Outcome], expected: int) -> list[str]:
     """What went wrong, a sentence each; empty if the demo shows what it should."""
     by_row = {o.row: o for o in outcomes}
-    stock, oasis = by_row[STOCK], by_row[OASIS]
+    stock, oasis = by_row[DENSE], by_row[OASIS]
     wrong = []
-    if oasis.running_max < LEAST_GAIN * stock.running_max:
+    if oasis.figures.running < LEAST_GAIN * stock.figures.running:
         wrong.append(
-            f"OasisKV ran {oasis.running_max} requests at once, stock vLLM {stock.running_max} in the same pool: "
-            f"expected are at least {LEAST_GAIN} times as many."
+            f"OasisKV ran {oasis.figures.running} requests at once, stock vLLM {stock.figures.running} in the same "
+            f"pool: expected are at least {LEAST_GAIN} times as many."
         )
     if oasis.right < stock.right:
         wrong.append(f"OasisKV answered {oasis.right} questions, stock vLLM {stock.right}: expected are no fewer.")
-    if abs(oasis.running_max - expected) > 1:
+    if abs(oasis.figures.running - expected) > 1:
         wrong.append(
-            f"OasisKV ran {oasis.running_max} requests at once, by the formula it should be {expected}, within one."
+            f"OasisKV ran {oasis.figures.running} requests at once, by the formula it should be {expected}, within one."
         )
     return wrong
 

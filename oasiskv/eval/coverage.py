@@ -1,294 +1,277 @@
-"""The coverage study: policies side by side through one model, each with the blocks its own scorer chose.
+"""``oasiskv eval coverage``: how much of what attention looks at does each policy hold, layer by layer?
 
-A prompt is prefilled densely. Then the text goes on teacher-forced, one batch row per policy; row 0 of the batch is
-dense. In each step a batch row has two query rows, the newest token and a draft of the next one (here always right),
-as in a verify step of speculative decoding::
-
-    step n, one layer:   new KV -> attention over [sinks | resident blocks | window | tail]
-                                -> scores of the middle blocks, from the query rows of the predictor
-                                -> swap plan -> residency of step n + 1
-
-Each policy appears twice. *Closed loop*: its own queries choose, its own batch row lives with the choice; that gives
-likelihoods. *Open loop*: dense's queries choose, and dense's softmax mass on the choice is measured; a closed loop
-would flatter a bad policy, whose heads stop looking for what they no longer find.
-
-Attention is computed over all tokens and then masked. Nothing here is shared with the engine but the classes of
-``core``, which makes it a check on the policy, not on the kernels.
+The study runs in transformers with real weights and the engine's own classes for choosing, so that policies can be
+compared that no engine has: an oracle, a blind choice.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface
+from rich.console import Console
 
-from oasiskv.core.geometry import Geometry, blocks_for
-from oasiskv.core.link_budget import pages_per_step
-from oasiskv.core.merge import merge_heads, merge_scores, read_on
-from oasiskv.core.predictor import query_rows
-from oasiskv.core.residency import ResidencyMap
-from oasiskv.core.scorers import make_scorer
-from oasiskv.core.settings import PART_TOKENS, Settings
-from oasiskv.core.swap_plan import EMPTY, first_set, plan_swaps
+from oasiskv.core.settings import Settings
+from oasiskv.eval.options import add_budgets, bar, names
+from oasiskv.eval.policies import DTYPES, Policy, label, parse_scorer, policies
+from oasiskv.eval.statistics import paired, token_blocks
+from oasiskv.eval.study import CoverageStudy, Measures, prefill, run
+from oasiskv.eval.texts import RetrievalText, essay_text, key_value_text
+from oasiskv.models import load_tokenizer, resolve_model
+from oasiskv.report.output import Report
+from oasiskv.report.page import Section
+from oasiskv.report.table import Table
 
-ATTENTION = "oasiskv_coverage"
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
-
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """What transformers calls in each layer, after RoPE: ``[B, heads, rows, D]`` in, ``[B, rows, heads, D]`` out."""
-    out = kwargs["study"].attend(module.layer_idx, query, key, value, kwargs["scaling"])
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, _attention)
+DEFAULT_SCORERS = "random,minmax,mean,box,q2,oracle"
+COVERAGE_NOTES = (
+    "Open loop: dense's queries choose, and dense's softmax mass on the choice is measured, in every layer and query "
+    "head at every step. p1: first percentile; of the middle: the part held of the mass between sinks and window. "
+    "Overlap: of the blocks with most mass, as many as there are hot slots, the share that was resident."
+)
+LIKELIHOOD_NOTES = (
+    "Closed loop: the policy lives with its own choice. ΔNLL: nats per token more than dense, on answers (which can be "
+    "looked up in the prompt) and on all tokens; KL: nats from dense's next-token distribution; with 95 % intervals, "
+    "resampling stretches of 32 tokens. Pages in: per layer, KV head and step."
+)
+WORST_LAYERS = 3
+QUICK = {"tokens": 4000, "steps": 60, "texts": 1, "scorers": "random,box,q2,oracle"}
+"""Sizes for minutes on two cores."""
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A row of the study: a scorer, and the number format of its summaries."""
+class Outcome:
+    """The measures of all texts, one after the other; column 0 of each is dense."""
 
-    scorer: str
-    dtype: torch.dtype = torch.bfloat16
+    policies: Sequence[Policy]
+    measures: Measures
+    is_value: torch.Tensor
+    """bool ``[steps]``: the token that the step predicts belongs to an answer."""
+    steps: tuple[int, ...]
+    """Of each text."""
 
-
-@dataclass
-class Measures:
-    """What was seen, one row per step and one column per batch row (dense first)."""
-
-    nll: Tensor
-    """``[steps, B]``: nats of the true next token."""
-    kl: Tensor
-    """``[steps, B]``: divergence of the policy's next-token distribution from dense's."""
-    same_top: Tensor
-    """bool ``[steps, B]``: has the policy's most likely token that of dense?"""
-    mass: Tensor
-    """``[steps, B]``, open loop: dense's softmax mass on what the policy holds; mean over layers and query heads."""
-    middle: Tensor
-    """``[steps]``: dense's softmax mass on the middle blocks, the candidates."""
-    pages_in: Tensor
-    """``[steps, B]``, closed loop: pages brought in, mean over layers and KV heads."""
+    @property
+    def labels(self) -> list[str]:
+        """Of the policies."""
+        return [label(policy, self.policies) for policy in self.policies]
 
 
-@dataclass
-class Prefill:
-    """Dense causal attention over the prompt, keeping what the study starts from."""
+def study_texts(
+    model: Any, texts: Sequence[RetrievalText], chosen: Sequence[Policy], block_size: int, on_step: Callable[[], None]
+) -> Outcome:
+    """Run every text through all policies."""
+    found: list[Measures] = []
+    is_value: list[bool] = []
+    counts: list[int] = []
+    for text in texts:
+        steps = len(text.continuation) - 1
+        study = CoverageStudy(prefill(model, text.prompt), chosen, block_size, steps)
+        found.append(run(model, study, text.continuation, on_step=on_step))
+        is_value += text.is_value[1:]
+        counts.append(steps)
+    joined = Measures(**{f.name: torch.cat([getattr(m, f.name) for m in found]) for f in fields(Measures)})
+    return Outcome(chosen, joined, torch.tensor(is_value), tuple(counts))
 
-    keys: list[Tensor] = field(default_factory=list)
-    """Per layer ``[Hkv, N, D]``, after RoPE."""
-    values: list[Tensor] = field(default_factory=list)
-    last_query: list[Tensor] = field(default_factory=list)
-    """Per layer ``[Hkv, G, D]``: of the last prompt row."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.keys.append(key[0].clone())
-        self.values.append(value[0].clone())
-        self.last_query.append(query[0, :, -1].reshape(key.shape[1], -1, key.shape[-1]).clone())
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+def coverage_table(outcome: Outcome, title: str) -> Table:
+    """Mass and overlap."""
+    rows = []
+    for i, name in enumerate(outcome.labels, 1):
+        mass, overlap = outcome.measures.mass[:, i], outcome.measures.overlap[:, i]
+        missing = float((1 - mass.mean()) / outcome.measures.middle.mean())
+        by_layer = mass.mean((0, 2))
+        worst = by_layer.argsort()[:WORST_LAYERS].tolist()
+        rows.append(
+            (
+                name,
+                f"{100 * mass.mean():.1f}",
+                f"{100 * mass.flatten().kthvalue(max(1, math.ceil(0.01 * mass.numel()))).values:.1f}",
+                f"{100 * mass.min():.1f}",
+                f"{100 * (1 - missing):.1f}",
+                f"{100 * overlap.mean():.0f}",
+                ", ".join(f"{layer}: {100 * by_layer[layer]:.0f}" for layer in worst),
+            )
         )
+    columns = ("policy", "mass %", "p1", "worst", "of the middle %", "overlap %", "worst layers, mass %")
+    return Table(title, columns, tuple(rows), COVERAGE_NOTES)
 
 
-class LayerKV:
-    """One layer's keys and values: whole blocks of the prompt shared by all batch rows, the rest for each its own."""
-
-    def __init__(self, keys: Tensor, values: Tensor, batch: int, block_size: int, blocks: int) -> None:
-        self.block_size = block_size
-        self.shared = keys.shape[1] // block_size * block_size
-        self._shared = keys[:, : self.shared].contiguous(), values[:, : self.shared].contiguous()
-        heads, tokens, dim = keys.shape
-        self._own = tuple(keys.new_zeros(batch, heads, blocks * block_size - self.shared, dim) for _ in range(2))
-        for own, whole in zip(self._own, (keys, values), strict=True):
-            own[:, :, : tokens - self.shared] = whole[:, self.shared :]
-
-    def write(self, position: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values ``[B, Hkv, rows, D]`` of tokens ``position`` onwards."""
-        rows = slice(position - self.shared, position - self.shared + keys.shape[2])
-        self._own[0][:, :, rows], self._own[1][:, :, rows] = keys, values
-
-    def logits(self, queries: Tensor) -> Tensor:
-        """Queries ``[B, Hkv, n, D]`` -> ``[B, Hkv, n, T]``, not scaled."""
-        flat = queries.transpose(0, 1).flatten(1, 2)  # one product over all batch rows
-        shared = (flat @ self._shared[0].transpose(1, 2)).unflatten(1, (queries.shape[0], -1)).transpose(0, 1)
-        return torch.cat((shared, queries @ self._own[0].transpose(2, 3)), dim=-1)
-
-    def mix(self, weights: Tensor) -> Tensor:
-        """Weights ``[B, Hkv, n, T]`` -> weighted sum of the values ``[B, Hkv, n, D]``."""
-        flat = weights[..., : self.shared].transpose(0, 1).flatten(1, 2)
-        shared = (flat @ self._shared[1]).unflatten(1, (weights.shape[0], -1)).transpose(0, 1)
-        return shared + weights[..., self.shared :] @ self._own[1]
-
-    def prompt_parts(self) -> Tensor:
-        """Keys of the shared blocks as parts ``[n, PART_TOKENS, Hkv, D]``."""
-        return self._shared[0].transpose(0, 1).unflatten(0, (-1, PART_TOKENS))
-
-    def block_parts(self, batch_row: int, block: int) -> Tensor:
-        """The same of one later block, as this batch row has it."""
-        start = block * self.block_size - self.shared
-        keys = self._own[0][batch_row, :, start : start + self.block_size]
-        return keys.transpose(0, 1).unflatten(0, (-1, PART_TOKENS))
+def likelihood_table(outcome: Outcome, title: str) -> Table:
+    """What living with the choice costs."""
+    m, value = outcome.measures, outcome.is_value
+    groups = torch.from_numpy(token_blocks(outcome.steps))
+    rows = [("dense", _mean(m.nll[value, 0]) + " (NLL)", _mean(m.nll[:, 0]) + " (NLL)", "0", "100", "0.0")]
+    for i, name in enumerate(outcome.labels, 1):
+        more = m.nll[:, i] - m.nll[:, 0]
+        rows.append(
+            (
+                name,
+                interval(more[value], groups[value]),
+                interval(more, groups),
+                interval(m.kl[:, i], groups),
+                f"{100 * m.same_top[:, i].float().mean():.0f}",
+                f"{m.pages_in[:, i].mean():.1f}",
+            )
+        )
+    columns = ("policy", "ΔNLL answers", "ΔNLL all", "KL to dense", "same token %", "pages in")
+    return Table(title, columns, tuple(rows), LIKELIHOOD_NOTES)
 
 
-class CoverageStudy:
-    """The state of all policies between and within the steps of one text."""
-
-    def __init__(self, prefill: Prefill, policies: Sequence[Policy], settings: Settings, block_size: int, steps: int):
-        self.geometry = Geometry.of(settings, block_size)
-        self.settings = settings
-        self.policies = policies
-        self.batch = 1 + len(policies)
-        self.layers = len(prefill.keys)
-        heads, self.prompt, dim = prefill.keys[0].shape
-        self.position = self.prompt  # of query row 0
-        self.blocks = blocks_for(self.prompt + steps + 1, block_size)
-        self.cap = pages_per_step(_share(settings), self.geometry)
-        self._kv = [
-            LayerKV(k, v, self.batch, block_size, self.blocks)
-            for k, v in zip(prefill.keys, prefill.values, strict=True)
-        ]
-        self._scorers = [make_scorer(p.scorer, dim, p.dtype) for p in policies] * 2
-        self._source = [*range(1, self.batch), *[0] * len(policies)]
-        """Batch row whose queries and keys each scorer sees: its own in the closed loop, dense's in the open one."""
-        self._summaries = [[self._first_summaries(scorer, kv) for scorer in self._scorers] for kv in self._kv]
-        sets = 1 if settings.granularity == "layer" else heads
-        self.residency = ResidencyMap(self.layers, sets, self.geometry.hot, capacity=len(self._scorers))
-        self._slots = torch.tensor([self.residency.allocate() for _ in self._scorers])
-        for layer, query in enumerate(prefill.last_query):
-            queries = query.unsqueeze(1).expand(len(self._scorers), heads, 1, *query.shape[1:])
-            scores = self._scores(layer, queries, self.geometry.middle(self.prompt), dim**-0.5)
-            blocks = first_set(scores, self.residency.hot_of[self._slots], self.geometry.sinks, self.geometry.hot)
-            self.residency.seed(layer, self._slots, blocks)
-        self.mass = torch.zeros(self.batch)
-        self.middle = torch.zeros(())
-        """Of this step, summed over layers, as in :class:`Measures`."""
-        self.pages_in = torch.zeros(self.batch)
-        """Of this step, summed over layers and KV heads."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Masked attention of the step's two query rows; measures dense's row 0; plans this layer's next residency."""
-        kv = self._kv[layer]
-        kv.write(self.position, key, value)
-        rows = query.shape[2]
-        grouped = query.unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, rows, D]
-        logits = kv.logits(grouped.flatten(2, 3)).unflatten(2, (-1, rows)) * scale  # [B, Hkv, G, rows, T]
-        tokens = torch.arange(logits.shape[-1])
-        seen = tokens <= self.position + torch.arange(rows).unsqueeze(1)
-        weights = logits.masked_fill_(~seen, float("-inf"))
-        weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-        closed, opened = self._held(layer).repeat_interleave(kv.block_size, -1).chunk(2)
-        self._measure(weights[0, :, :, 0], opened)
-        weights[1:] *= closed[:, :, None, None]
-        out = kv.mix(weights.flatten(2, 3)).unflatten(2, (-1, rows)) / weights.sum(-1, keepdim=True)
-        self._plan(layer, grouped, scale)
-        return out.flatten(1, 2)
-
-    def next_step(self) -> None:
-        """Row 0 is accepted; on to the next token."""
-        self.position += 1
-        first_window = self.geometry.first_window(self.position)
-        self.residency.check_integrity(self.geometry.sinks, dict.fromkeys(self._slots.tolist(), first_window))
-        self.mass.zero_()
-        self.middle.zero_()
-        self.pages_in.zero_()
-
-    def _held(self, layer: int) -> Tensor:
-        """bool ``[closed and open loops, Hkv or 1, blocks]``: which blocks each of them holds."""
-        resident = self.residency.block[layer, self._slots].long()
-        held = torch.zeros(*resident.shape[:2], self.blocks + 1, dtype=torch.bool)
-        held.scatter_(2, torch.where(resident == EMPTY, self.blocks, resident), True)
-        held = held[..., :-1]
-        held[..., : self.geometry.sinks] = True
-        held[..., self.geometry.first_window(self.position) :] = True
-        return held
-
-    def _measure(self, weights: Tensor, opened: Tensor) -> None:
-        """Dense's weights ``[Hkv, G, T]``, not normalised, against the open loops' tokens ``[policies, Hkv or 1,
-        T]``."""
-        size = self.geometry.block_size
-        share = weights / weights.sum(-1, keepdim=True)
-        middle = share[..., self.geometry.sinks * size : self.geometry.first_window(self.position) * size]
-        self.middle += middle.sum(-1).mean()
-        self.mass[0] += 1
-        self.mass[1:] += (share.sum(1) * opened).sum((1, 2)) / share.shape[:2].numel()
-
-    def _plan(self, layer: int, grouped: Tensor, scale: float) -> None:
-        """Score with this step's queries ``[B, Hkv, G, rows, D]``, and change the residency for the next."""
-        committed = self.position + 1  # when the next step begins
-        if committed % self.geometry.block_size == 0:
-            self._summarise_block(layer, committed // self.geometry.block_size - 1)
-        rows = list(query_rows(grouped.shape[3], 1, self.settings.predictor))
-        queries = grouped[self._source][:, :, :, rows].transpose(2, 3)
-        scores = self._scores(layer, queries, self.geometry.middle(committed), scale)
-        resident = self.residency.of(layer, self._slots)
-        plan = plan_swaps(scores, *resident, self.geometry.sinks, self.cap, self.position, self._slots)
-        self.residency.apply(layer, plan)
-        self.pages_in[1:] += (plan.incoming != EMPTY).sum((1, 2))[: len(self.policies)]
-
-    def _scores(self, layer: int, queries: Tensor, middle: int, scale: float) -> Tensor:
-        """Queries ``[loops, Hkv, rows, G, D]`` -> merged scores ``[loops, Hkv or 1, middle]``."""
-        candidates = slice(self.geometry.sinks, self.geometry.sinks + middle)
-        scores = [
-            scorer.score(query.flatten(1, 2), summaries[:, candidates], scale)
-            for scorer, query, summaries in zip(self._scorers, queries, self._summaries[layer], strict=True)
-        ]
-        stacked = torch.stack(scores).unflatten(2, queries.shape[2:4])
-        method = self.settings.group_merge
-        merged = merge_scores(stacked, torch.ones(len(scores), middle, dtype=torch.bool), method)
-        if method.startswith("softmax"):
-            merged = read_on(merged)
-        return merge_heads(merged, method) if self.settings.granularity == "layer" else merged
-
-    def _first_summaries(self, scorer: Any, kv: LayerKV) -> Tensor:
-        """uint8 ``[Hkv, blocks, parts, bytes]``, filled for the blocks of the prompt."""
-        parts = scorer.summarise(kv.prompt_parts()).transpose(0, 1)
-        summaries = parts.new_zeros(parts.shape[0], self.blocks, self.geometry.parts, scorer.part_bytes)
-        prompt_blocks = parts.shape[1] // self.geometry.parts
-        summaries[:, :prompt_blocks] = parts.unflatten(1, (prompt_blocks, -1))
-        return summaries
-
-    def _summarise_block(self, layer: int, block: int) -> None:
-        for i, scorer in enumerate(self._scorers):
-            parts = scorer.summarise(self._kv[layer].block_parts(self._source[i], block))
-            self._summaries[layer][i][:, block] = parts.transpose(0, 1)
+def interval(values: torch.Tensor, groups: torch.Tensor) -> str:
+    """``+0.12 (+0.08 to +0.16)``: mean with its 95 % interval."""
+    if len(values) < 2:
+        return "n/a"
+    return paired(values.numpy(), groups.numpy()).text(3)
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
-def prefill(model: Any, prompt: Sequence[int]) -> Prefill:
-    """Run ``prompt`` densely through ``model`` (a Hugging Face causal LM whose attention can be exchanged)."""
-    model.set_attn_implementation(ATTENTION)
-    start = Prefill()
-    model(input_ids=torch.tensor([list(prompt)]), use_cache=False, logits_to_keep=1, study=start)
-    return start
+def _mean(values: torch.Tensor) -> str:
+    return f"{values.mean():.3f}" if len(values) else "n/a"
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
-def run(
-    model: Any, study: CoverageStudy, continuation: Sequence[int], on_step: Callable[[], None] = lambda: None
-) -> Measures:
-    """Follow ``continuation`` (after the prompt of ``study``) with right drafts; its last token is a target only."""
-    steps, batch = len(continuation) - 1, study.batch
-    rows: dict[str, list[Tensor]] = {name: [] for name in Measures.__dataclass_fields__}
-    sets = study.layers * study.residency.heads
-    for step in range(steps):
-        tokens = torch.tensor([continuation[step : step + 2]] * batch)
-        positions = torch.tensor([[study.position, study.position + 1]] * batch)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False, study=study).logits[:, 0]
-        log_probs = logits.float().log_softmax(-1)
-        rows["nll"].append(-log_probs[:, continuation[step + 1]])
-        rows["kl"].append((log_probs[0].exp() * (log_probs[0] - log_probs)).sum(-1))
-        rows["same_top"].append(log_probs.argmax(-1) == log_probs[0].argmax())
-        rows["mass"].append(study.mass / study.layers)
-        rows["middle"].append(study.middle / study.layers)
-        rows["pages_in"].append(study.pages_in / sets)
-        study.next_step()
-        on_step()
-    return Measures(**{name: torch.stack(values) for name, values in rows.items()})
+def findings(outcome: Outcome) -> list[str]:
+    """Sentences: for each budget, what the best real scorer holds beside the oracle and a blind choice."""
+    found = []
+    mass = dict(zip(outcome.policies, outcome.measures.mass.mean((0, 2, 3))[1:].tolist(), strict=True))
+    for budget in dict.fromkeys(policy.settings.budget_tokens for policy in outcome.policies):
+        own = {p: m for p, m in mass.items() if p.settings.budget_tokens == budget}
+        real = {p: m for p, m in own.items() if p.scorer not in ("oracle", "random")}
+        if not real:
+            continue
+        best = max(real, key=lambda policy: real[policy])
+        others = [f"{p.scorer} {m:.1%}" for p, m in own.items() if p.scorer in ("oracle", "random")]
+        beside = f" ({', '.join(others)})" if others else ""
+        found.append(f"Budget {budget:,}: {label(best, list(own))} holds {own[best]:.1%} of the softmax mass{beside}.")
+    return found
 
 
-def _share(settings: Settings) -> float:
-    if settings.fetch_cap == "auto":
-        raise ValueError("fetch_cap='auto' needs a measured link, which the study does not have; give a share")
-    return settings.fetch_cap
+def sections(outcome: Outcome, tables: Sequence[Table]) -> list[Section]:
+    """Tables and plots."""
+    return [
+        Section("Softmax mass held", tables=tables[:1], plots=[_by_budget(outcome), _by_layer(outcome)]),
+        Section("What living with the choice costs", tables=tables[1:]),
+    ]
+
+
+def _by_budget(outcome: Outcome) -> Figure:
+    from plotly import graph_objects as go
+
+    plot = go.Figure(
+        layout={"title": "Mean softmax mass held", "xaxis": {"title": "budget, tokens"}, "yaxis": {"title": "%"}}
+    )
+    mass = (100 * outcome.measures.mass.mean((0, 2, 3))[1:]).tolist()
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for policy, held in zip(outcome.policies, mass, strict=True):
+        name = label(policy, [p for p in outcome.policies if p.settings.budget_tokens == policy.settings.budget_tokens])
+        lines.setdefault(name, []).append((policy.settings.budget_tokens, held))
+    for name, points in lines.items():
+        x, y = zip(*sorted(points), strict=True)
+        plot.add_scatter(x=x, y=y, mode="lines+markers", name=name)
+    return plot
+
+
+def _by_layer(outcome: Outcome) -> Figure:
+    from plotly import graph_objects as go
+
+    held = 100 * outcome.measures.mass.mean((0, 3))[1:]
+    plot = go.Figure(
+        go.Heatmap(z=held.tolist(), y=outcome.labels, colorscale="Viridis", colorbar={"title": "%"}),
+        layout={"title": "Mass held by layer", "xaxis": {"title": "layer"}},
+    )
+    plot.update_yaxes(autorange="reversed")
+    return plot
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """All that the tables say, unrounded, for JSON."""
+    m = outcome.measures
+    return {
+        "kind": "coverage",
+        "steps": len(outcome.is_value),
+        "answer_tokens": int(outcome.is_value.sum()),
+        "policies": [
+            {
+                "label": name,
+                "scorer": policy.scorer,
+                "settings": policy.settings.model_dump(),
+                "mass": float(m.mass[:, i].mean()),
+                "mass_by_layer": m.mass[:, i].mean((0, 2)).tolist(),
+                "overlap": float(m.overlap[:, i].mean()),
+                "nll_more": float((m.nll[:, i] - m.nll[:, 0]).mean()),
+                "kl": float(m.kl[:, i].mean()),
+                "same_token": float(m.same_top[:, i].float().mean()),
+            }
+            for i, (policy, name) in enumerate(zip(outcome.policies, outcome.labels, strict=True), 1)
+        ],
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command line of this measurement, besides model and output."""
+    own = Settings()
+    add_budgets(parser)
+    parser.add_argument("--tokens", type=int, default=6000, help="tokens of each prompt (6000)")
+    parser.add_argument("--steps", type=int, default=120, help="tokens that follow it (120)")
+    parser.add_argument("--texts", type=int, default=2, help="texts (2)")
+    parser.add_argument("--text", choices=("key-value", "essays"), default="key-value", help="kind of text (key-value)")
+    parser.add_argument(
+        "--scorers", type=names, default=DEFAULT_SCORERS, help=f"with commas ({DEFAULT_SCORERS}); box:int8"
+    )
+    parser.add_argument("--caps", type=names, default=str(own.fetch_cap), help="values of fetch_cap")
+    parser.add_argument("--predictors", type=names, default=own.predictor, help="values of predictor")
+    parser.add_argument("--granularities", type=names, default=own.granularity, help="values of granularity")
+    parser.add_argument("--merges", type=names, default=own.group_merge, help="values of group_merge")
+    parser.add_argument("--score-interval", default="auto", help="as the setting (auto: what the scorer has)")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens of a block (32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (float32)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first text (0)")
+
+
+def chosen_policies(args: argparse.Namespace) -> list[Policy]:
+    """All that the command line names.
+
+    Raises:
+        SettingsError, ValueError: one of them is not allowed.
+    """
+    found = policies(
+        [parse_scorer(name) for name in names(args.scorers)],
+        budget_tokens=args.budgets,
+        fetch_cap=[float(cap) for cap in names(args.caps)],
+        predictor=names(args.predictors),
+        granularity=names(args.granularities),
+        group_merge=names(args.merges),
+        score_interval=[args.score_interval],
+    )
+    for policy in found:
+        policy.geometry(args.block_size)
+        policy.cap(args.block_size)
+    return found
+
+
+def measure(args: argparse.Namespace, console: Console) -> Report:
+    """Run it."""
+    chosen = chosen_policies(args)
+    folder = resolve_model(args.model)
+    tokenizer = load_tokenizer(folder)
+    make = key_value_text if args.text == "key-value" else essay_text
+    texts = [make(tokenizer, args.tokens, args.steps + 1, args.seed + i) for i in range(args.texts)]
+    model = _load(folder, DTYPES[args.dtype])
+    with bar("coverage", args.texts * args.steps, console) as advance:
+        outcome = study_texts(model, texts, chosen, args.block_size, advance)
+    what = f"{args.texts} x {len(texts[0].prompt):,} tokens of {args.text} text, {len(outcome.is_value)} steps"
+    tables = [
+        coverage_table(outcome, f"Coverage: {args.model}, {what}"),
+        likelihood_table(outcome, f"Likelihood: {int(outcome.is_value.sum())} of the tokens in answers"),
+    ]
+    return Report(f"Coverage: {args.model}", tables, findings(outcome), sections(outcome, tables), as_dict(outcome))
+
+
+def _load(folder: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()

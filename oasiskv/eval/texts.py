@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import random
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from oasiskv.models.data import essays
 
 TASK = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
 
@@ -34,30 +37,55 @@ def key_value_text(tokenizer: Any, tokens: int, steps: int, seed: int) -> Retrie
     """
     source = random.Random(seed)
 
-    def ids(text: str) -> list[int]:
+    def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    closing = ids("}\n\n")
-    prompt = ids(TASK)
+    prompt, pairs = object_of_pairs(encode, tokens, source)
+    continuation: list[int] = []
+    is_value: list[bool] = []
+    while len(continuation) < steps:
+        key, value = source.choice(pairs)
+        question, answer, end = encode(lookup(key)), encode(value), encode('"\n\n')
+        continuation += question + answer + end
+        is_value += [False] * len(question) + [True] * len(answer) + [False] * len(end)
+    return RetrievalText(prompt, continuation[:steps], is_value[:steps])
+
+
+def object_of_pairs(
+    encode: Callable[[str], Sequence[int]], tokens: int, source: random.Random
+) -> tuple[list[int], list[tuple[str, str]]]:
+    """Token ids of the task with a JSON object of as many random pairs as fit in ``tokens``, and the pairs.
+
+    Raises:
+        ValueError: not one pair fits.
+    """
+    closing = list(encode("}\n\n"))
+    prompt = list(encode(TASK))
     pairs: list[tuple[str, str]] = []
     while True:
         pair = (_uuid(source), _uuid(source))
-        piece = ids(("" if not pairs else ",\n ") + f"{json.dumps(pair[0])}: {json.dumps(pair[1])}")
+        piece = encode(("" if not pairs else ",\n ") + f"{json.dumps(pair[0])}: {json.dumps(pair[1])}")
         if len(prompt) + len(piece) + len(closing) > tokens:
             break
         pairs.append(pair)
         prompt += piece
     if not pairs:
         raise ValueError(f"tokens={tokens} is too small for one pair; use a few hundred or more")
-    continuation: list[int] = []
-    is_value: list[bool] = []
-    while len(continuation) < steps:
-        key, value = source.choice(pairs)
-        question, answer, end = ids(f'Key: "{key}"\nCorresponding value: "'), ids(value), ids('"\n\n')
-        continuation += question + answer + end
-        is_value += [False] * len(question) + [True] * len(answer) + [False] * len(end)
-    return RetrievalText(prompt + closing, continuation[:steps], is_value[:steps])
+    return prompt + closing, pairs
+
+
+def lookup(key: str) -> str:
+    """The question for ``key``, up to where its value begins."""
+    return f'Key: "{key}"\nCorresponding value: "'
 
 
 def _uuid(source: random.Random) -> str:
     return str(uuid.UUID(int=source.getrandbits(128), version=4))
+
+
+def essay_text(tokenizer: Any, tokens: int, steps: int, seed: int) -> RetrievalText:
+    """A piece of the essays, going on as it does: nothing in it is an answer."""
+    source = tokenizer(essays(), add_special_tokens=False)["input_ids"]
+    start = random.Random(seed).randrange(len(source))
+    text = (source[start:] + source)[: tokens + steps]
+    return RetrievalText(text[:tokens], text[tokens:], [False] * steps)

@@ -18,6 +18,7 @@ COUNTERS = {
     "bytes_fetched": "Bytes copied from the host tier into hot slots.",
     "late_plans": "Swap plans that were not ready when their layer ran again; the swaps happen a step later.",
     "swaps_capped": "Wanted swaps that fetch_cap put off.",
+    "pipeline_microseconds": "Time spent scoring and planning, in the background or in the layers.",
     "sparse_steps": "Steps in which at least one request attended to a chosen set.",
     "restored_blocks": "Blocks read back from the host tier instead of being computed again.",
     "resumed_requests": "Preempted requests that went on from their host blocks.",

@@ -129,6 +129,7 @@ class Worker:
         self._bandwidth: float | None = None
         self._step_seconds: float | None = None
         self._began = 0.0
+        self._told_microseconds = 0
 
     # -- set-up
 
@@ -426,6 +427,10 @@ class Worker:
 
     def take_stats(self) -> OasisStats | None:
         """Counts since the last call."""
+        spent = round(1e6 * self.pipeline.busy_seconds) - self._told_microseconds
+        if spent:
+            self._told_microseconds += spent
+            self.stats.add(pipeline_microseconds=spent)
         if self.stats.is_empty():
             return None
         stats, self.stats = self.stats, OasisStats()

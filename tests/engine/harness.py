@@ -57,8 +57,7 @@ class Engine:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        connector = self.scheduler.connector
-        self.half = connector.scheduler if connector is not None else None
+        self.half = getattr(self.scheduler.connector, "scheduler", None)
         self.worker = active_worker()
         self.counts: Counter[str] = Counter()
         """What OasisKV counted since the engine started."""

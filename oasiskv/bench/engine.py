@@ -1,0 +1,167 @@
+"""``python -m oasiskv.bench.engine``: one engine, in a process of its own.
+
+Reads a :class:`Job` as one line of JSON from standard input. Writes events to standard output, one line of JSON each:
+``{"progress": {...}}`` after every step and ``{"run": {...}}`` at the end. What vLLM prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from oasiskv.bench.drive import Observed, Progress, drive
+from oasiskv.bench.job import Conversation, Job, Run, Sample, Turn
+from oasiskv.bench.probe import Probe
+
+WARM_UP_TOKENS = 40
+"""Prompt of the request that goes before all others, so that nothing is measured that happens only once."""
+
+
+def main() -> None:
+    """Run the job on standard input."""
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def send(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+
+    # The engine runs in this process: it can be looked into between steps, and uses every core (vLLM's own worker
+    # process leaves one of them to the scheduler, which on two cores is half the machine).
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    send(run=run(Job.from_json(sys.stdin.readline()), send).as_dict())
+
+
+def run(job: Job, send: Callable[..., None]) -> Run:
+    """Load the engine, go through all conversations, and measure every step."""
+    began = time.perf_counter()
+    engine = Engine(job)
+    drive(engine, [Conversation("warm-up", (Turn((1,) * WARM_UP_TOKENS, 2),))], 1)
+    load_seconds = time.perf_counter() - began
+    engine.counters.forget()
+
+    def on_step(samples: Sequence[Sample]) -> None:
+        totals = [sum(s.prefilled for s in samples), sum(s.new_tokens for s in samples)]
+        send(progress={"prompt_tokens": totals[0], "output_tokens": totals[1], "running": samples[-1].running})
+
+    samples, answers = drive(engine, job.conversations, job.concurrency, on_step)
+    return Run(
+        row=job.row,
+        block_size=engine.probe.block_size,
+        pool_blocks=engine.probe.pool_blocks,
+        load_seconds=load_seconds,
+        preemptions=engine.counters.preemptions,
+        samples=tuple(samples),
+        answers=tuple(answers),
+        states=engine.counters.most,
+    )
+
+
+class Engine:
+    """vLLM's engine for a job, as :class:`oasiskv.bench.drive.Steppable`."""
+
+    def __init__(self, job: Job) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.counters = Counters()
+        self._engine: Any = LLMEngine.from_engine_args(
+            engine_args(job), stat_loggers=[lambda config, index: self.counters]
+        )
+        self.probe = Probe(self._engine.engine_core.engine_core)
+
+    def add(self, name: str, tokens: Sequence[int], output: int) -> None:
+        """Submit a request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        self._engine.add_request(name, {"prompt_token_ids": list(tokens)}, params)
+
+    def step(self) -> Sequence[Progress]:
+        """One step of the engine."""
+        outputs = self._engine.step()
+        return [
+            Progress(output.request_id, output.outputs[0].token_ids, output.finished, output.outputs[0].text)
+            for output in outputs
+        ]
+
+    def observe(self) -> Observed:
+        """What it holds and has done."""
+        fetched, pipeline = self.counters.take()
+        return Observed(self.probe.running(), self.probe.prefilled(), self.probe.blocks(), fetched, pipeline)
+
+
+def engine_args(job: Job) -> Any:
+    """vLLM's ``EngineArgs`` for a job."""
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    import oasiskv
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="oasiskv bench"))
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", job.model, *job.options]))
+    for name, value in job.engine.items():
+        setattr(args, name, value)
+    args.max_model_len = job.max_model_len
+    args.kv_cache_memory_bytes = job.kv_bytes
+    if job.settings is not None:
+        args.kv_transfer_config = KVTransferConfig(**oasiskv.engine_args(**job.settings)["kv_transfer_config"])
+        if job.fill:
+            from vllm.plugins import load_general_plugins
+
+            load_general_plugins()  # ours registers its connector, which is then exchanged
+            from oasiskv.vllm_plugin.filled import fill_prompts
+
+            fill_prompts()
+    elif job.fill:
+        args.kv_transfer_config = KVTransferConfig(
+            kv_connector="FillConnector", kv_role="kv_both", kv_connector_module_path="oasiskv.vllm_plugin.filled"
+        )
+    return args
+
+
+class Counters:
+    """A stat logger of vLLM's (its interface is ``StatLoggerBase``) that adds up what the figures need."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Start from nothing."""
+        self.preemptions = 0
+        self.most: dict[str, int] = {}
+        self._fetched = 0
+        self._pipeline = 0.0
+
+    def take(self) -> tuple[int, float]:
+        """Bytes fetched and seconds of the pipeline since the last call."""
+        found = self._fetched, self._pipeline
+        self._fetched, self._pipeline = 0, 0.0
+        return found
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Take in one step."""
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+        stats = getattr(scheduler_stats, "kv_connector_stats", None) or {}
+        self._fetched += stats.get("bytes_fetched", 0)
+        self._pipeline += 1e-6 * stats.get("pipeline_microseconds", 0)
+        for name in ("bounded_requests", "in_place_requests", "dense_requests"):
+            if name in stats:
+                self.most[name] = max(self.most.get(name, 0), stats[name])
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    def log(self) -> None:
+        """Nothing to say."""
+
+
+if __name__ == "__main__":
+    main()

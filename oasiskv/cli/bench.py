@@ -1,0 +1,218 @@
+"""``oasiskv bench``: stock vLLM and OasisKV side by side, in turn, in the same KV memory."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from oasiskv.bench import report
+from oasiskv.bench.cells import GIB, ROWS, TITLES, BenchError, Cell, Model, make_cell
+from oasiskv.bench.figures import Figures, figures
+from oasiskv.bench.job import LIMIT, PLUS
+from oasiskv.bench.process import run_job
+from oasiskv.bench.rounds import CellResult, States, run_cell
+from oasiskv.bench.workloads import QUICK, WORKLOADS, Source, Workload, random_tokens, slices
+from oasiskv.cli.options import CONNECTOR_FLAG, UsageError, has_flag, print_settings_help, split
+from oasiskv.core.settings import Settings
+from oasiskv.installed import check_vllm
+from oasiskv.models import load_tokenizer, resolve_model
+from oasiskv.report.output import Output
+from oasiskv.report.provenance import provenance
+
+USAGE = f"oasiskv bench [{'|'.join(WORKLOADS)} ...] [options] [settings] [any engine option of vLLM]"
+DEFAULT = ("long-context", "reasoning")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(message)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, checked, before anything heavy starts."""
+
+    model: Model
+    cells: tuple[Cell, ...]
+    rounds: int
+    side_rounds: int
+    side_rows: tuple[str, ...]
+    random_text: bool
+    output: Output
+
+
+def numbers(text: str) -> list[int]:
+    """``1000,2000`` to a list."""
+    values = [int(part.replace("_", "")) for part in text.split(",")]
+    if any(value <= 0 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: whole numbers above 0, with commas between")
+    return values
+
+
+def parser() -> argparse.ArgumentParser:
+    """Our own options; settings and vLLM's options are taken out or left by others."""
+    found = _Parser(add_help=False, allow_abbrev=False)
+    found.add_argument("--model", default="smollm2", help="a Hugging Face name, a folder, or a name of ours (smollm2)")
+    found.add_argument("--prompt", type=numbers, help="tokens of a prompt; several, with commas, make a sweep")
+    found.add_argument("--output", type=numbers, help="tokens of an answer; several make a sweep")
+    found.add_argument("--turns", type=int, help="turns of a conversation (multi-turn)")
+    found.add_argument("--requests", type=int, help="requests of each run (8)")
+    found.add_argument("--concurrency", type=numbers, help="most requests in flight (all); several make a sweep")
+    found.add_argument("--budgets", type=numbers, help="budgets to compare; like --budget-tokens, several make a sweep")
+    found.add_argument("--pool-requests", type=float, default=3.0, help="the KV pool holds so many whole requests (3)")
+    found.add_argument("--pool-gib", type=float, help="the KV pool in GiB, instead")
+    found.add_argument("--rounds", type=int, help="dense and OasisKV in turn, so many times (3)")
+    found.add_argument("--side-rounds", type=int, default=1, help="rounds in which the further rows run too (1)")
+    found.add_argument("--rows", default=",".join((PLUS, LIMIT)), help="further rows: dense_plus_host,limit, or none")
+    found.add_argument("--quick", action="store_true", help="small sizes and budgets, two rounds, nothing compiled")
+    found.add_argument("--rate", type=float, default=0.5, help="requests per second (serve; 0.5)")
+    found.add_argument("--stretch", action="store_true", help="contexts beyond the model's own (decode only)")
+    found.add_argument("--random-text", action="store_true", help="random tokens instead of essays")
+    Output.options(found, "bench.html")
+    return found
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Check the command line.
+
+    Raises:
+        SettingsError, UsageError, BenchError, FetchError, PageError: something is wrong with it.
+    """
+    names = list(itertools.takewhile(lambda a: not a.startswith("-"), arguments))
+    unknown = [name for name in names if name not in WORKLOADS]
+    if unknown:
+        raise UsageError(f"there is no workload {unknown[0]!r}; allowed are {', '.join(WORKLOADS)}")
+    given, rest = split(arguments[len(names) :])
+    settings = Settings.parse(given).changed()
+    args, options = parser().parse_known_args(rest)
+    if args.rounds is None:
+        args.rounds = 2 if args.quick else 3
+    options += ["--enforce-eager"] if args.quick and not has_flag(options, "--enforce-eager") else []
+    side_rows = _check(args, options)
+    model = load_model(args.model)
+    known = QUICK if args.quick else WORKLOADS
+    cells = [cell for name in names or DEFAULT for cell in _cells(known[name], model, args, settings, tuple(options))]
+    for cell in cells:
+        cell.check(model)
+    return Request(
+        model=model,
+        cells=tuple(cells),
+        rounds=args.rounds,
+        side_rounds=args.side_rounds,
+        side_rows=side_rows,
+        random_text=args.random_text,
+        output=Output.of(args),
+    )
+
+
+def _check(args: argparse.Namespace, options: Sequence[str]) -> tuple[str, ...]:
+    """What argparse does not check. Returns the further rows."""
+    for flag in (CONNECTOR_FLAG, "--kv-cache-memory-bytes", "--max-model-len", "--block-size"):
+        if has_flag(options, flag):
+            raise UsageError(f"{flag} is set by the benchmark, for both engines: leave it out")
+    for name in ("rounds", "requests"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)} is not allowed: 1 or more")
+    for name in ("pool_requests", "pool_gib", "rate"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: above 0")
+    rows = () if args.rows == "none" else tuple(args.rows.split(","))
+    wrong = [row for row in rows if row not in (PLUS, LIMIT)]
+    if wrong:
+        raise UsageError(f"--rows {wrong[0]} is not allowed: {PLUS}, {LIMIT}, both with a comma between, or none")
+    return rows
+
+
+def _cells(
+    workload: Workload, model: Model, args: argparse.Namespace, settings: dict[str, Any], options: tuple[str, ...]
+) -> list[Cell]:
+    """The sweep of one workload, all in the same KV pool."""
+    if args.turns and workload.turns > 1:
+        workload = replace(workload, turns=args.turns)
+    lengths = itertools.product(args.prompt or [workload.prompt], args.output or [workload.output])
+    sized = [replace(workload, prompt=prompt, output=output) for prompt, output in lengths]
+    pool = args.pool_requests * max(w.context for w in sized) * model.token_bytes
+    if args.pool_gib:
+        pool = args.pool_gib * GIB
+    usual = args.requests or workload.requests
+    budgets = args.budgets or [settings.get("budget_tokens", workload.budget)]
+    cells = []
+    for w, at_once, budget in itertools.product(sized, args.concurrency or [usual], budgets):
+        chosen = settings if budget is None else {**settings, "budget_tokens": budget}
+        requests, stretch = max(usual, at_once), args.stretch and w.fill
+        cells.append(
+            make_cell(model, w, requests, at_once, chosen, pool, options=options, stretch=stretch, rate=args.rate)
+        )
+    return cells
+
+
+def load_model(name: str) -> Model:
+    """The model's folder and size.
+
+    Raises:
+        BenchError: it is neither known nor a folder with a ``config.json``.
+        FetchError: it could not be fetched.
+    """
+    folder = Path(resolve_model(name))
+    config = folder / "config.json"
+    if not config.is_file():
+        raise BenchError(f"--model {name}: no config.json in {folder}; give a folder that holds the model, or smollm2")
+    return Model.of(name, str(folder), json.loads(config.read_text()))
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command: progress on the way, then tables, sentences and the page."""
+    if "--help" in arguments or "-h" in arguments:
+        options = [f"{'/'.join(a.option_strings):18s} {a.help}" for a in parser()._actions]
+        print_settings_help(USAGE, notes=("\n".join(options), *(f"{w.name}: {w.about}" for w in WORKLOADS.values())))
+        return
+    check_vllm()
+    request = parse(arguments)
+    made = provenance(["oasiskv", "bench", *arguments])
+    console, progress = Console(), Console(stderr=True)
+    results: list[CellResult] = []
+    for number, cell in enumerate(request.cells, 1):
+        progress.print(f"[bold]{number} of {len(request.cells)}: {cell.title}", highlight=False)
+        runner = Runner(request, cell, progress)
+        results.append(run_cell(cell, runner, request.rounds, request.side_rounds, request.side_rows))
+        console.print(report.table(results[-1]).rich())
+    request.output.deliver(report.make(request.model.name, results), made, console, shown=True)
+
+
+class Runner:
+    """Runs a row of a cell in a fresh engine."""
+
+    def __init__(self, request: Request, cell: Cell, console: Console) -> None:
+        self.request = request
+        self.console = console
+        self._source = _source(request, cell)
+        self._round = dict.fromkeys(ROWS, 0)
+
+    def __call__(self, cell: Cell, row: str, batch: int) -> tuple[Figures, States]:
+        """See :data:`oasiskv.bench.rounds.RunRow`."""
+        self._round[row] += 1
+        title = f"{TITLES[row]} {self._round[row]}"
+        if cell.workload.name == "serve" and row != LIMIT:
+            from oasiskv.bench.serve_row import serve_row
+
+            return serve_row(cell, row, self.request.model, self._round[row], title, self.console), {}
+        found = run_job(cell.job(row, self.request.model, self._source, batch), title, self.console)
+        return figures(found), found.states
+
+
+def _source(request: Request, cell: Cell) -> Source:
+    model = request.model
+    if cell.workload.fill or request.random_text or cell.workload.name == "serve":
+        return random_tokens(model.vocabulary)
+    from oasiskv.models.data import essays
+
+    tokenizer = load_tokenizer(model.folder)
+    return slices(tokenizer(essays(), add_special_tokens=False)["input_ids"], cell.requests)
