@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oasiskv.bench.cells import Model, token_bytes
+from oasiskv.bench.cells import Model
 from oasiskv.bench.figures import figures
 from oasiskv.bench.job import DENSE, OASIS, PLUS, Answer, Job, Run, Sample
 from oasiskv.bench.probe import Probe
@@ -19,7 +19,15 @@ from oasiskv.demo.outcome import Outcome
 from oasiskv.demo.plan import make_jobs, memory_for
 from oasiskv.demo.report import COLUMNS, formula, markdown, rows, verdict
 
-SMOLLM2 = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576}
+SMOLLM2 = {
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "num_attention_heads": 9,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "vocab_size": 49_152,
+    "max_position_embeddings": 8192,
+}
 TOKEN = 2 * 30 * 3 * 64 * 2
 """Bytes of a token."""
 
@@ -100,7 +108,7 @@ def test_other_answers_are_wrong(answer: str) -> None:
 
 
 def test_a_token_of_smollm2_takes_23040_bytes() -> None:
-    assert token_bytes(SMOLLM2) == TOKEN == 23_040
+    assert Model.of("smollm2", "/model", SMOLLM2).token_bytes == TOKEN == 23_040
 
 
 def test_the_pool_holds_fewer_than_three_requests_in_whole_blocks_of_both_sizes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from oasiskv.bench.job import DENSE, LIMIT, OASIS, PLUS, Job
 from oasiskv.bench.workloads import Source, Workload, conversations, random_tokens
 from oasiskv.core.geometry import Geometry, blocks_for
+from oasiskv.core.model_shape import read_shape
 from oasiskv.core.settings import Settings
 
 STOCK_BLOCK = 128
@@ -37,17 +38,17 @@ class Model:
     vocabulary: int
 
     @classmethod
-    def of(cls, name: str, folder: str, config: dict[str, Any], item_bytes: int = 2) -> Model:
-        """From a Hugging Face ``config``."""
-        return cls(
-            name, folder, token_bytes(config, item_bytes), int(config["max_position_embeddings"]), config["vocab_size"]
-        )
+    def of(cls, name: str, folder: str, config: dict[str, Any]) -> Model:
+        """From a Hugging Face ``config``. Sliding layers are counted as if they kept everything: the pool holds them.
 
-
-def token_bytes(config: dict[str, Any], item_bytes: int = 2) -> int:
-    """Bytes of one token's K and V in all layers, for a Hugging Face ``config``."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * item_bytes)
+        Raises:
+            SettingsError: a field is missing, or it is a model that OasisKV refuses.
+        """
+        shape = read_shape(name, config)
+        item_bytes = 4 if shape.summary_dtype == "float32" else 2
+        layers = shape.layers + shape.sliding_layers
+        token_bytes = 2 * layers * shape.kv_heads * shape.head_dim * item_bytes
+        return cls(name, folder, token_bytes, shape.max_context, shape.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from oasiskv.bench.job import Conversation, Turn
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths in tokens, and the usual number of requests and budget (None: the setting's). ``fill``: prompts are not computed, their KV is drawn (:mod:`oasiskv.vllm_plugin.filled`).
+    """Lengths in tokens, and the usual number of requests and budget (None: the setting's).
 
-    With more ``turns`` than one, ``prompt`` is the first turn's and each later one brings ``turn_tokens`` more.
+    ``fill``: prompts are not computed, their KV is drawn (:mod:`oasiskv.vllm_plugin.filled`). With more ``turns`` than
+    one, ``prompt`` is the first turn's and each later one brings ``turn_tokens`` more.
     """
 
     name: str
