@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +25,8 @@ class RunFailed(RuntimeError):
     """An engine's process ended without a result. The message has its last lines."""
 
 
-def run_job(job: Job, title: str, console: Console) -> Run:
-    """Run ``job`` to its end, in a fresh process.
+def run_job(job: Job, title: str, console: Console, program: Sequence[str] = ("-m", "oasiskv.bench.engine")) -> Run:
+    """Run ``job`` to its end, in a fresh process. ``program``: what Python runs there.
 
     Raises:
         RunFailed: the engine could not start or broke off.
@@ -37,7 +38,7 @@ def run_job(job: Job, title: str, console: Console) -> Run:
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
-    command = [sys.executable, "-m", "oasiskv.bench.engine"]
+    command = [sys.executable, *program]
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
         task = progress.add_task("loading", total=None)
         log = Path(folder) / "log"
