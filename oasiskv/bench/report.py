@@ -35,9 +35,9 @@ def table(result: CellResult) -> Table:
     ratios = {"throughput": "tokens/s by dense", "decode_throughput": "  decoding, by dense"}
     for figure, name in ratios.items():
         found = [result.ratio(figure, row) if row in (OASIS, PLUS) else None for row in rows]
-        lines.append((name, *(ratio.text(2) if ratio is not None else "-" for ratio in found)))
+        lines.append((name, *(ratio.short(2) if ratio is not None else "-" for ratio in found)))
     steps = [result.efficiency if row == OASIS else None for row in rows]
-    lines.append(("step by the limit's", *(step.text(2) if step is not None else "-" for step in steps)))
+    lines.append(("step by the limit's", *(step.short(2) if step is not None else "-" for step in steps)))
     shown = [line for line in lines if any(cell != "-" for cell in line[1:])]
     return Table(result.cell.title, ("", *(TITLES[row] for row in rows)), tuple(shown), NOTES)
 
@@ -55,14 +55,14 @@ def _pool(result: CellResult, row: str) -> str:
 def _figure(name: str, digits: int = 1, scale: float = 1.0) -> Text:
     def text(result: CellResult, row: str) -> str:
         found = result.spread(row, name)
-        return found.text(digits, scale) if found.most else "-"
+        return found.short(digits, scale) if found.most else "-"
 
     return text
 
 
 def _percentile(name: str, which: int, digits: int, scale: float = 1.0) -> Text:
     def text(result: CellResult, row: str) -> str:
-        return spread([getattr(found, name)[which] for found in result.rows[row]]).text(digits, scale)
+        return spread([getattr(found, name)[which] for found in result.rows[row]]).short(digits, scale)
 
     return text
 

@@ -135,18 +135,17 @@ def _mean(values: torch.Tensor) -> str:
 
 
 def findings(outcome: Outcome) -> list[str]:
-    """Sentences: for each budget, what the best real scorer holds beside the oracle and a blind choice."""
+    """Sentences: for each budget, what the engine's scorer holds (another one, if it is not there) beside the others."""
     found = []
     mass = dict(zip(outcome.policies, outcome.measures.mass.mean((0, 2, 3))[1:].tolist(), strict=True))
     for budget in dict.fromkeys(policy.settings.budget_tokens for policy in outcome.policies):
         own = {p: m for p, m in mass.items() if p.settings.budget_tokens == budget}
-        real = {p: m for p, m in own.items() if p.scorer not in ("oracle", "random")}
-        if not real:
-            continue
-        best = max(real, key=lambda policy: real[policy])
-        others = [f"{p.scorer} {m:.1%}" for p, m in own.items() if p.scorer in ("oracle", "random")]
+        first = next((p for p in own if p.scorer == Settings().scorer), next(iter(own)))
+        others = [f"{label(p, list(own))} {m:.1%}" for p, m in own.items() if p is not first]
         beside = f" ({', '.join(others)})" if others else ""
-        found.append(f"Budget {budget:,}: {label(best, list(own))} holds {own[best]:.1%} of the softmax mass{beside}.")
+        found.append(
+            f"Budget {budget:,}: {label(first, list(own))} holds {own[first]:.1%} of the softmax mass{beside}."
+        )
     return found
 
 

@@ -17,6 +17,8 @@ from oasiskv.vllm_plugin.trace import FORCED, TRACES, Trace
 
 BLOCK = 32
 """Tokens of a block."""
+MEMORY_SHARE = 0.3
+"""vLLM refuses to start without that much free memory; the pool's size is given."""
 POOL_SPARE = 1.6
 """The summaries take an eighth of the pool; what was read stays in it while others answer."""
 
@@ -53,6 +55,7 @@ class EvalEngine:
             max_num_batched_tokens=2048,
             max_num_seqs=16,
             enforce_eager=True,
+            gpu_memory_utilization=MEMORY_SHARE,
             block_size=BLOCK,
             num_gpu_blocks_override=int(POOL_SPARE * contexts * longest / BLOCK) + 1,
             logits_processors=["oasiskv.vllm_plugin.forced:ForcedAnswers"],

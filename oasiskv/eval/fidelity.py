@@ -194,6 +194,7 @@ def texts_of(encode: Any, contexts: Sequence[int], forced: int) -> list[list[int
 def measure(args: argparse.Namespace, engine: EvalEngine, console: Console) -> Report:
     """Run it."""
     tokenizer = engine.tokenizer
+    tokenizer.model_max_length = 1 << 30  # the essays are longer than any context; only pieces of them are used
     texts = texts_of(lambda text: tokenizer.encode(text, add_special_tokens=False), args.contexts, args.forced)
     with bar("fidelity", len(texts) * (2 + len(args.budgets)), console) as done:
         found = follow(engine, texts, args.forced, args.budgets, done)

@@ -162,7 +162,7 @@ def longest(args: argparse.Namespace) -> int:
     return int(args.length) + ANSWER_ROOM
 
 
-ANSWER_ROOM = 700
+ANSWER_ROOM = 1100
 """Tokens for a question and its answer."""
 
 

@@ -87,7 +87,7 @@ def _section(section: Section) -> list[str]:
             template="plotly_white", colorway=COLOURS, font={"family": "system-ui, sans-serif", "size": 13},
             margin={"l": 60, "r": 20, "t": 50, "b": 50}, height=380,
         )  # fmt: skip
-        parts.append(plot.to_html(full_html=False, include_plotlyjs=False))
+        parts.append(plot.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False}))
     return parts
 
 

@@ -21,6 +21,11 @@ class Spread:
         median, least, most = (f"{scale * value:,.{digits}f}" for value in (self.median, self.least, self.most))
         return median if self.count == 1 else f"{median} ({least} to {most})"
 
+    def short(self, digits: int = 1, scale: float = 1.0) -> str:
+        """``12.3 (11.9-12.8)``, for the cells of a table; no extremes where they say nothing more."""
+        shown = [f"{scale * value:,.{digits}f}" for value in (self.median, self.least, self.most)]
+        return shown[0] if len(set(shown)) == 1 else f"{shown[0]} ({shown[1]}-{shown[2]})"
+
     def as_dict(self) -> dict[str, float]:
         """For JSON."""
         return asdict(self)

@@ -120,7 +120,7 @@ def small_context(tmp_path: Path) -> str:
         (["fidelity", "--budgets", "64"], SettingsError, "no room for hot slots"),
         (["fidelity", "--budget-tokens", "512"], UsageError, "give --budgets"),
         (["tasks", "--tasks", "chess"], UsageError, "no task 'chess'; allowed are needle"),
-        (["tasks", "--length", "5000"], UsageError, "take 5,700 tokens, .* has 4,096: use shorter ones"),
+        (["tasks", "--length", "5000"], UsageError, "take 6,100 tokens, .* has 4,096: use shorter ones"),
         (["coverage", "--tokens", "4000", "--steps", "200"], UsageError, "take 4,200 tokens"),
         (["coverage", "--scorers", "best"], UsageError, "'best' is not allowed"),
         (["fidelity", "--scorer", "oracle"], SettingsError, "scorer='oracle' is not allowed"),
