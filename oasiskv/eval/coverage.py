@@ -135,7 +135,7 @@ def _mean(values: torch.Tensor) -> str:
 
 
 def findings(outcome: Outcome) -> list[str]:
-    """Sentences: for each budget, what the engine's scorer holds (another one, if it is not there) beside the others."""
+    """Sentences: for each budget, what the engine's scorer holds (the first, if it is not there) beside the others."""
     found = []
     mass = dict(zip(outcome.policies, outcome.measures.mass.mean((0, 2, 3))[1:].tolist(), strict=True))
     for budget in dict.fromkeys(policy.settings.budget_tokens for policy in outcome.policies):

@@ -87,10 +87,22 @@ class Life(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def preempt(self, which: int) -> None:
         """A running request gives way; a bounded one if there is one, for those are ours."""
+        names = self.bounded() or [r.request_id for r in self.sim.scheduler.running]
+        self.sim.preempt(names[which % len(names)])
+
+    @precondition(lambda self: self.bounded())
+    @rule(which=st.integers(0, 100), steps=st.sampled_from([1, 3, 10]))
+    def preempt_and_go_on(self, which: int, steps: int) -> None:
+        """A bounded request gives way, and the engine goes on, perhaps with it."""
+        names = self.bounded()
+        self.sim.preempt(names[which % len(names)])
+        step_and_check(self.sim, steps)
+
+    def bounded(self) -> list[str]:
+        """Running requests that are bounded."""
         records = self.sim.half.ledger.records
-        running = self.sim.scheduler.running
-        running = [r for r in running if records[r.request_id].state == State.BOUNDED] or running
-        self.sim.preempt(running[which % len(running)].request_id)
+        running = [r.request_id for r in self.sim.scheduler.running]
+        return [name for name in running if records[name].state == State.BOUNDED]
 
     @rule()
     def hold_acknowledgements(self) -> None:
