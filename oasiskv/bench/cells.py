@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
+
 from oasiskv.bench.job import DENSE, LIMIT, OASIS, PLUS, Job
 from oasiskv.bench.workloads import Source, Workload, conversations, random_tokens
 from oasiskv.core.geometry import Geometry, blocks_for
@@ -38,14 +40,14 @@ class Model:
     vocabulary: int
 
     @classmethod
-    def of(cls, name: str, folder: str, config: dict[str, Any]) -> Model:
+    def of(cls, name: str, folder: str, config: dict[str, Any], dtype: str = "auto") -> Model:
         """From a Hugging Face ``config``. Sliding layers are counted as if they kept everything: the pool holds them.
 
         Raises:
             SettingsError: a field is missing, or it is a model that OasisKV refuses.
         """
         shape = read_shape(name, config)
-        item_bytes = 4 if shape.summary_dtype == "float32" else 2
+        item_bytes = 4 if dtype in ("float32", "float") else 2  # vLLM's `auto` makes 2 bytes of 4
         layers = shape.layers + shape.sliding_layers
         token_bytes = 2 * layers * shape.kv_heads * shape.head_dim * item_bytes
         return cls(name, folder, token_bytes, shape.max_context, shape.vocabulary)
@@ -98,6 +100,14 @@ class Cell:
                 f"{self.workload.name} needs contexts of {context:,} tokens, {model.name} has {model.context:,}: "
                 f"use shorter --prompt and --output, or {way_out}"
             )
+        if self.workload.output < 2:
+            raise BenchError("--output 1 is not allowed: there is nothing to decode; 2 or more")
+        memory = psutil.virtual_memory().available
+        if self.pool_bytes + self.host_bytes > memory:
+            raise BenchError(
+                f"the KV pool of {self.pool_bytes / GIB:.1f} GiB and the host pool of {self.host_bytes / GIB:.1f} GiB "
+                f"are more than the {memory / GIB:.1f} GiB that are free: fewer requests at once, or shorter ones"
+            )
         need = blocks_for(context, STOCK_BLOCK) * STOCK_BLOCK * model.token_bytes
         if self.pool_bytes < need * POOL_SLACK:
             raise BenchError(
@@ -105,6 +115,11 @@ class Cell:
                 f"({need / MIB:,.0f} MiB) beside OasisKV's summaries; allowed is {need * POOL_SLACK / MIB:,.0f} MiB or "
                 "more: raise --pool-requests or --pool-gib"
             )
+
+    def has_limit(self, model: Model) -> bool:
+        """Whether dense vLLM can run on contexts as long as the budget, and OasisKV's are longer."""
+        longest = blocks_for(self.budget + LIMIT_TOKENS, STOCK_BLOCK) * STOCK_BLOCK
+        return self.workload.context > self.budget and (longest <= model.context or self.stretch)
 
     def job(self, row: str, model: Model, source: Source, batch: int = 0) -> Job:
         """The job of a row; ``batch`` only for `limit`: as many requests as OasisKV decoded at once."""
@@ -126,6 +141,7 @@ class Cell:
         return Job(
             row=row,
             model=model.folder,
+            warm_up=max(1, min(self.budget + WARM_UP_BEYOND, max_model_len - WARM_UP_BEYOND)),
             conversations=conversations(workload, requests, source),
             concurrency=max(1, batch) if row == LIMIT else self.concurrency,
             max_model_len=max_model_len,
@@ -138,6 +154,8 @@ class Cell:
 
 
 GIB, MIB = 1 << 30, 1 << 20
+WARM_UP_BEYOND = 96
+"""Tokens by which the warm-up's prompt is longer than the budget, and shorter than what fits."""
 POOL_SLACK = 1.2
 """OasisKV's summaries take up to a sixth of the pool."""
 

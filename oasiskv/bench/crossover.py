@@ -14,9 +14,10 @@ from oasiskv.bench.rounds import CellResult
 class Crossover:
     """For one workload, budget and number of requests at once.
 
-    ``points``: (context in tokens, throughput by dense vLLM's), contexts rising. ``context``: from here on it pays, by
-    logarithmic interpolation between two points; the first point where it pays at every one; None where it pays at
-    none, or stops paying again. ``worst``: the least ratio where it does not pay; None if it always does.
+    ``points``: (context in tokens, throughput by dense vLLM's), contexts rising; where contexts are filled, throughput
+    is that of the decode steps. ``context``: from here on it pays, by logarithmic interpolation between two points; the
+    first point where it pays at every one; None where it pays at none, or stops paying again. ``worst``: the least
+    ratio where it does not pay; None if it always does.
     """
 
     workload: str
@@ -26,9 +27,14 @@ class Crossover:
     context: float | None
     worst: float | None
 
+    @property
+    def name(self) -> str:
+        """What is held fixed along the line."""
+        return f"{self.workload}, {self.concurrency} at once, budget {self.budget:,}"
+
     def sentence(self) -> str:
         """For people."""
-        where = f"{self.workload}, {self.concurrency} at once, budget {self.budget:,}: "
+        where = f"{self.name}: "
         first, last = self.points[0][0], self.points[-1][0]
         if self.worst is None:
             return where + f"pays at every context measured ({first:,} to {last:,} tokens)"
@@ -42,7 +48,8 @@ def crossovers(results: Sequence[CellResult]) -> list[Crossover]:
     """One for each workload, budget and concurrency that was measured at two contexts or more."""
     lines: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
     for result in results:
-        ratio, cell = result.ratio(), result.cell
+        cell = result.cell
+        ratio = result.ratio("decode_throughput" if cell.workload.fill else "throughput")
         if ratio is not None:
             lines[cell.workload.name, cell.budget, cell.concurrency].append((cell.workload.context, ratio.median))
     return [_find(*key, sorted(points)) for key, points in lines.items() if len({p[0] for p in points}) > 1]

@@ -33,6 +33,7 @@ class Observed:
     blocks: tuple[int, ...]
     fetched: int = 0
     pipeline: float = 0.0
+    shortest: int = 0
 
 
 class Steppable(Protocol):
@@ -83,6 +84,7 @@ def drive(
         began, before = clock(), sum(len(o.answer) for o in open_.values())
         grown = engine.step()
         ended = clock()
+        answering = sum(len(progress.tokens) > len(open_[progress.name].answer) for progress in grown)
         for progress in grown:
             own = open_[progress.name]
             own.first = own.first or (ended - start if progress.tokens else 0.0)
@@ -96,7 +98,17 @@ def drive(
                     waiting.append((own.conversation, own.turn + 1, own.prompt + own.answer))
         seen = engine.observe()
         samples.append(
-            Sample(ended - began, seen.running, seen.prefilled, new_tokens, seen.blocks, seen.fetched, seen.pipeline)
+            Sample(
+                ended - began,
+                seen.running,
+                seen.prefilled,
+                new_tokens,
+                seen.blocks,
+                seen.fetched,
+                seen.pipeline,
+                answering,
+                seen.shortest,
+            )
         )
         on_step(samples)
     return samples, answers

@@ -17,8 +17,9 @@ from oasiskv.bench.drive import Observed, Progress, drive
 from oasiskv.bench.job import Conversation, Job, Run, Sample, Turn
 from oasiskv.bench.probe import Probe
 
-WARM_UP_TOKENS = 40
-"""Prompt of the request that goes before all others, so that nothing is measured that happens only once."""
+WARM_UP_OUTPUT = 8
+"""Tokens of the request that goes before all others, so that little is measured that happens only once."""
+SECONDS_BETWEEN_EVENTS = 0.2
 
 
 def main() -> None:
@@ -40,13 +41,19 @@ def run(job: Job, send: Callable[..., None]) -> Run:
     """Load the engine, go through all conversations, and measure every step."""
     began = time.perf_counter()
     engine = Engine(job)
-    drive(engine, [Conversation("warm-up", (Turn((1,) * WARM_UP_TOKENS, 2),))], 1)
+    drive(engine, [Conversation("warm-up", (Turn((1,) * job.warm_up, WARM_UP_OUTPUT),))], 1)
     load_seconds = time.perf_counter() - began
     engine.counters.forget()
 
+    done, told = [0, 0], 0.0
+
     def on_step(samples: Sequence[Sample]) -> None:
-        totals = [sum(s.prefilled for s in samples), sum(s.new_tokens for s in samples)]
-        send(progress={"prompt_tokens": totals[0], "output_tokens": totals[1], "running": samples[-1].running})
+        nonlocal told
+        done[0] += samples[-1].prefilled
+        done[1] += samples[-1].new_tokens
+        if time.perf_counter() - told > SECONDS_BETWEEN_EVENTS or done[1] == job.output_tokens:
+            told = time.perf_counter()
+            send(progress={"prompt_tokens": done[0], "output_tokens": done[1], "running": samples[-1].running})
 
     samples, answers = drive(engine, job.conversations, job.concurrency, on_step)
     return Run(
@@ -91,7 +98,8 @@ class Engine:
     def observe(self) -> Observed:
         """What it holds and has done."""
         fetched, pipeline = self.counters.take()
-        return Observed(self.probe.running(), self.probe.prefilled(), self.probe.blocks(), fetched, pipeline)
+        probe = self.probe
+        return Observed(probe.running(), probe.prefilled(), probe.blocks(), fetched, pipeline, probe.shortest())
 
 
 def engine_args(job: Job) -> Any:
@@ -104,8 +112,10 @@ def engine_args(job: Job) -> Any:
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="oasiskv bench"))
     args = EngineArgs.from_cli_args(parser.parse_args(["--model", job.model, *job.options]))
+    given = {o.split("=")[0].lstrip("-").replace("-", "_") for o in job.options if o.startswith("--")}
     for name, value in job.engine.items():
-        setattr(args, name, value)
+        if name not in given:
+            setattr(args, name, value)
     args.max_model_len = job.max_model_len
     args.kv_cache_memory_bytes = job.kv_bytes
     if job.settings is not None:

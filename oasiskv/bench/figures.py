@@ -21,7 +21,8 @@ class Figures:
 
     ``seconds`` cover everything from the first request to the last answer, prompts included, loading not.
     ``throughput``: output tokens by them; ``decode_throughput``: in the steps that compute no prompt. ``batch``: the
-    new tokens of a step in which most of those were made; ``step_ms``: the median step with that batch. ``ttft``
+    requests of the steps in which most of those were made; ``step_ms``: the median step with that batch.
+    ``beyond_batch``, ``beyond_ms``: the same of the steps in which every context is longer than the budget. ``ttft``
     (time to first token) and ``tpot`` (time per output token after it): seconds at the 50th, 95th and 99th percentile
     of requests. ``fetched_per_step``: bytes from the host pool by steps in which some request decodes.
     ``pipeline_share``: time of scoring and planning, in whichever thread, by the time of those steps. ``blocks_mean``,
@@ -35,6 +36,8 @@ class Figures:
     decode_throughput: float
     step_ms: float
     batch: int
+    beyond_ms: float
+    beyond_batch: int
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     running: int
@@ -51,8 +54,8 @@ class Figures:
         return asdict(self)
 
 
-def figures(run: Run) -> Figures:
-    """Put a run together."""
+def figures(run: Run, budget: int = 0) -> Figures:
+    """Put a run together. ``budget`` in tokens."""
     samples = run.samples
     held = [blocks for sample in samples for blocks in sample.blocks]
     decoding = [sample for sample in samples if sample.only_decodes]
@@ -60,6 +63,7 @@ def figures(run: Run) -> Figures:
     seconds = sum(s.seconds for s in samples)
     decode_seconds = sum(s.seconds for s in decoding)
     batch, step_ms = usual_step(samples)
+    beyond_batch, beyond_ms = usual_step([s for s in samples if s.shortest > budget])
     later = [(a.last - a.first) / (a.tokens - 1) for a in run.answers if a.tokens > 1]
     return Figures(
         seconds=seconds,
@@ -69,6 +73,8 @@ def figures(run: Run) -> Figures:
         decode_throughput=sum(s.new_tokens for s in decoding) / decode_seconds if decode_seconds else 0.0,
         step_ms=step_ms,
         batch=batch,
+        beyond_ms=beyond_ms,
+        beyond_batch=beyond_batch,
         ttft=_percentiles([a.first - a.arrived for a in run.answers]),
         tpot=_percentiles(later),
         running=max((s.running for s in samples), default=0),
@@ -87,9 +93,11 @@ def usual_step(samples: Sequence[Sample]) -> tuple[int, float]:
     decoding = [s for s in samples if s.only_decodes]
     if not decoding:
         return 0, 0.0
-    count = Counter(s.new_tokens for s in decoding)
-    batch = max(count, key=lambda size: (count[size] * size, size))
-    return batch, 1e3 * statistics.median(s.seconds for s in decoding if s.new_tokens == batch)
+    made: Counter[int] = Counter()
+    for sample in decoding:
+        made[sample.answering] += sample.new_tokens
+    batch = max(made, key=lambda size: (made[size], size))
+    return batch, 1e3 * statistics.median(s.seconds for s in decoding if s.answering == batch)
 
 
 def first_tokens(answers: Sequence[Answer], turn: int) -> list[float]:

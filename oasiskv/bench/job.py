@@ -51,6 +51,8 @@ class Job:
     engine: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     fill: bool = False
+    warm_up: int = 40
+    """Prompt tokens of the request before all others: where OasisKV is on, enough to make it bounded."""
 
     @property
     def output_tokens(self) -> int:
@@ -81,7 +83,8 @@ class Job:
 @dataclass(frozen=True)
 class Sample:
     """One step. ``blocks``: device blocks of each request that decodes after it; ``fetched``: host bytes brought in;
-    ``pipeline``: seconds of scoring and planning, in whichever thread."""
+    ``pipeline``: seconds of scoring and planning, in whichever thread. ``answering``: requests that got new tokens;
+    ``shortest``: context of the shortest that decodes."""
 
     seconds: float
     running: int
@@ -90,6 +93,8 @@ class Sample:
     blocks: tuple[int, ...]
     fetched: int = 0
     pipeline: float = 0.0
+    answering: int = 0
+    shortest: int = 0
 
     @property
     def only_decodes(self) -> bool:

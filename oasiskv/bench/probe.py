@@ -38,6 +38,11 @@ class Probe:
         decoding = (r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens)
         return tuple(self._held(request.request_id) for request in decoding)
 
+    def shortest(self) -> int:
+        """Tokens of the shortest context of a request whose prompt is done; 0 if there is none."""
+        decoding = (r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens)
+        return min((int(request.num_tokens) for request in decoding), default=0)
+
     def _held(self, request_id: str) -> int:
         ids = {block.block_id for block in self.manager.req_to_blocks[request_id] if not block.is_null}
         ledger = getattr(self.manager, "ledger", None)

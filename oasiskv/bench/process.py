@@ -17,8 +17,14 @@ from oasiskv.bench.job import Job, Run
 
 LOG_TAIL = 12
 """Lines of a failed process that are shown."""
+EXIT_NOISE = "nanobind: leaked"
+"""Where a library begins to count what was left at exit: nothing after it says why."""
 DECODE_WEIGHT = 10
 """What the bar counts an output token for, against a prompt token."""
+
+
+POOL_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""On a CPU it would overrule the pool that a job has."""
 
 
 class RunFailed(RuntimeError):
@@ -59,14 +65,20 @@ def run_job(job: Job, title: str, console: Console, program: Sequence[str] = ("-
                 if process.poll() is None:
                     process.terminate()
         if run is None:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
+            lines = log.read_text(errors="replace").split(EXIT_NOISE)[0].splitlines()
+            tail = "\n".join(lines[-LOG_TAIL:])
             raise RunFailed(f"{title}: its process ended with status {process.returncode}\n{tail}")
         return run
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The process's environment. Stock vLLM does not even load the plug-in."""
-    return {**os.environ, **({"VLLM_PLUGINS": ""} if job.settings is None else {})}
+    """The process's environment. Stock vLLM does not even load the plug-in; the job says how large the pool is."""
+    return {**inherited(), **({"VLLM_PLUGINS": ""} if job.settings is None else {})}
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment, less what would make an engine's pool another than it is told."""
+    return {name: value for name, value in os.environ.items() if name != POOL_VARIABLE}
 
 
 def _follow(process: subprocess.Popen[str], job: Job, progress: Progress, task: object) -> Run | None:

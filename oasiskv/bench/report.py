@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +98,14 @@ def sentences(result: CellResult) -> list[str]:
     """What a cell says."""
     whole, decoding = result.ratio(), result.ratio("decode_throughput")
     found = []
-    if whole is not None and decoding is not None:
+    if whole is not None:
+        also = f", {decoding.text(2)} times while decoding only" if decoding is not None else ""
+        rounds = "1 round" if whole.count == 1 else f"{whole.count} rounds, paired"
         found.append(
-            f"{result.cell.workload.name}: OasisKV has {whole.text(2)} times dense vLLM's throughput, "
-            f"{decoding.text(2)} times while decoding only ({whole.count} rounds, paired)."
+            f"{result.cell.workload.name}: OasisKV has {whole.text(2)} times dense vLLM's throughput{also} ({rounds})."
         )
     if result.efficiency is not None:
-        batch = result.rows[OASIS][0].batch
+        batch = result.rows[LIMIT][0].batch
         found.append(
             f"{result.cell.workload.name}: its step takes {result.efficiency.text(2)} times that of dense vLLM on "
             f"contexts as long as the budget, {batch} requests (1 is the best there is)."
@@ -129,7 +131,7 @@ def make(model: str, results: Sequence[CellResult]) -> Report:
         title=f"OasisKV beside dense vLLM: {model}",
         tables=[table(result) for result in results],
         findings=findings(results),
-        sections=page_sections(results),
+        sections=lambda: page_sections(results),
         data=as_json(model, results),
     )
 
@@ -215,7 +217,7 @@ def _crossover_plot(results: Sequence[CellResult]) -> Figure:
     )
     for line in crossovers(results):
         x, y = zip(*line.points, strict=True)
-        plot.add_scatter(x=x, y=y, mode="lines+markers", name=f"{line.workload}, {line.concurrency} at once")
+        plot.add_scatter(x=x, y=y, mode="lines+markers", name=line.name)
     plot.add_hline(y=1, line_dash="dot")
     return plot
 
@@ -228,6 +230,6 @@ def _latency(result: CellResult, figure: str, scale: float, unit: str) -> Figure
         if row == LIMIT:
             continue
         rounds = [getattr(found, figure) for found in result.rows[row]]
-        medians = [scale * sorted(found[i] for found in rounds)[len(rounds) // 2] for i in range(len(PERCENTILES))]
+        medians = [scale * statistics.median(found[i] for found in rounds) for i in range(len(PERCENTILES))]
         plot.add_bar(name=TITLES[row], x=[f"p{p}" for p in PERCENTILES], y=medians)
     return plot

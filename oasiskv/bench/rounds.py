@@ -37,9 +37,14 @@ class CellResult:
 
     @property
     def efficiency(self) -> Spread | None:
-        """OasisKV's step by that of dense vLLM on contexts as long as the budget, same batch: 1 is the best there
-        is."""
-        return self.ratio("step_ms", OASIS, LIMIT)
+        """OasisKV's step, where every context is longer than the budget, by that of dense vLLM on contexts as long as
+        it, same batch: 1 is the best there is. None where no context is longer."""
+        ratios = [
+            ours.beyond_ms / best.step_ms
+            for ours, best in zip(self.rows.get(OASIS, ()), self.rows.get(LIMIT, ()), strict=False)
+            if ours.beyond_ms and best.step_ms
+        ]
+        return spread(ratios) if ratios else None
 
     def as_dict(self, model: str) -> dict[str, Any]:
         """For JSON."""
@@ -87,7 +92,7 @@ def run_cell(cell: Cell, run_row: RunRow, rounds: int, side_rounds: int, side_ro
 
     for number in range(rounds):
         run(DENSE)
-        batch = run(OASIS).batch
+        batch = run(OASIS).beyond_batch
         if number < side_rounds:
             if PLUS in side_rows:
                 run(PLUS)

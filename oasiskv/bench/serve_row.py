@@ -7,11 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oasiskv.bench.cells import Cell, Model, context_for
+from oasiskv.bench.cells import Cell, Model
 from oasiskv.bench.figures import Figures
 from oasiskv.bench.job import OASIS
 from oasiskv.bench.serving import ServingResult, serve_once
 from oasiskv.bench.workloads import random_tokens
+
+SLACK = 128
+"""The client's random prompts can come back a few tokens longer than they were asked for."""
 
 
 def serve_row(cell: Cell, row: str, model: Model, number: int, title: str, console: Console) -> Figures:
@@ -22,7 +25,7 @@ def serve_row(cell: Cell, row: str, model: Model, number: int, title: str, conso
     """
     job = cell.job(row, model, random_tokens(model.vocabulary))
     options = [
-        "--kv-cache-memory-bytes", str(job.kv_bytes), "--max-model-len", str(context_for(cell.workload)),
+        "--kv-cache-memory-bytes", str(job.kv_bytes), "--max-model-len", str(job.max_model_len + SLACK),
         "--max-num-seqs", str(job.engine["max_num_seqs"]), *cell.options,
     ]  # fmt: skip
     w = cell.workload
@@ -37,6 +40,7 @@ def serve_row(cell: Cell, row: str, model: Model, number: int, title: str, conso
             cell.rate,
             number,
             Path(folder, "log"),
+            cell.concurrency,
         )
     console.print(f"  {title:17s} {found.completed} answered in {found.duration:.0f} s", highlight=False)
     return served(found, cell, row)
@@ -54,6 +58,8 @@ def served(found: ServingResult, cell: Cell, row: str) -> Figures:
         decode_throughput=0.0,
         step_ms=0.0,
         batch=0,
+        beyond_ms=0.0,
+        beyond_batch=0,
         ttft=found.ttft,
         tpot=found.tpot,
         running=0,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oasiskv.bench.process import inherited
+
 HOST = "127.0.0.1"
 STARTS_WITHIN, STOPS_WITHIN = 900.0, 60.0
 """Seconds until a server is ready, and until it has ended by itself."""
@@ -80,7 +82,7 @@ def running(command: Sequence[str], log: Path, environment: Mapping[str, str] | 
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", HOST, "--port", str(port)],
-            env={**os.environ, **(environment or {})},
+            env={**inherited(), **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches it through us only, and its children can be found

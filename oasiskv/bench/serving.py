@@ -81,6 +81,7 @@ class _Load:
     requests: int
     rate: float
     seed: int
+    concurrency: int
 
 
 def serve_once(
@@ -93,6 +94,7 @@ def serve_once(
     rate: float,
     seed: int,
     log: Path,
+    concurrency: int | None = None,
 ) -> ServingResult:
     """Start a server, let the client send it ``requests`` requests, and stop it.
 
@@ -103,13 +105,14 @@ def serve_once(
         prompt_tokens, output_tokens: of every request; the end of text is ignored.
         rate: requests per second, on average; infinite: all at once.
         seed: of prompts and arrivals, which are the same for every server.
+        concurrency: most requests in flight; None: all.
         log: file for what the server prints; the client's is beside it, with ``.client`` at its end.
 
     Raises:
         ServingError: the server did not start, or it or the client broke off, or no request was answered.
         FetchError: the model cannot be fetched.
     """
-    load = _Load(resolve_model(model), prompt_tokens, output_tokens, requests, rate, seed)
+    load = _Load(resolve_model(model), prompt_tokens, output_tokens, requests, rate, seed, concurrency or requests)
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # vLLM's server knows no other way
     if settings is None:
         environment["VLLM_PLUGINS"] = ""
@@ -120,6 +123,8 @@ def serve_once(
         after = read_metrics(server)
     if not seen["completed"]:
         raise server.failed(f"none of {requests} requests was answered by the server")
+    if seen["failed"]:
+        raise server.failed(f"{seen['failed']} of {requests} requests were refused or broke off")
     return result_of(seen, before, after)
 
 
@@ -172,6 +177,7 @@ def _run_client(server: Server, load: _Load) -> dict[str, Any]:
             "base-url": server.url, "model": load.model, "dataset-name": "random", "seed": load.seed,
             "input-len": load.prompt_tokens, "output-len": load.output_tokens,
             "num-prompts": load.requests, "request-rate": load.rate, "temperature": 0,
+            "max-concurrency": load.concurrency,
             "percentile-metrics": ",".join(METRICS), "metric-percentiles": ",".join(map(str, PERCENTILES)),
             "result-dir": folder, "result-filename": "result.json",
         }  # fmt: skip

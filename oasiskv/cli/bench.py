@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,11 @@ from oasiskv.report.output import Output
 from oasiskv.report.provenance import provenance
 
 USAGE = f"oasiskv bench [{'|'.join(WORKLOADS)} ...] [options] [settings] [any engine option of vLLM]"
+TAKEN = (
+    CONNECTOR_FLAG, "--kv-cache-memory-bytes", "--max-model-len", "--block-size", "--num-gpu-blocks-override",
+    "--kv-cache-dtype", "--disable-log-stats", "--served-model-name",
+)  # fmt: skip
+"""Options of vLLM that would make the engines unequal, or blind."""
 DEFAULT = ("long-context", "reasoning")
 
 
@@ -59,7 +65,7 @@ def numbers(text: str) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """Our own options; settings and vLLM's options are taken out or left by others."""
     found = _Parser(add_help=False, allow_abbrev=False)
-    found.add_argument("--model", default="smollm2", help="a Hugging Face name, a folder, or a name of ours (smollm2)")
+    found.add_argument("--model", default="smollm2", help="a folder, or a name of `oasiskv model list` (smollm2)")
     found.add_argument("--prompt", type=numbers, help="tokens of a prompt; several, with commas, make a sweep")
     found.add_argument("--output", type=numbers, help="tokens of an answer; several make a sweep")
     found.add_argument("--turns", type=int, help="turns of a conversation (multi-turn)")
@@ -90,13 +96,19 @@ def parse(arguments: Sequence[str]) -> Request:
     if unknown:
         raise UsageError(f"there is no workload {unknown[0]!r}; allowed are {', '.join(WORKLOADS)}")
     given, rest = split(arguments[len(names) :])
-    settings = Settings.parse(given).changed()
+    checked = Settings.parse(given)
+    settings = {name: getattr(checked, name) for name in given}
     args, options = parser().parse_known_args(rest)
     if args.rounds is None:
         args.rounds = 2 if args.quick else 3
     options += ["--enforce-eager"] if args.quick and not has_flag(options, "--enforce-eager") else []
     side_rows = _check(args, options)
-    model = load_model(args.model)
+    if "host_gib" in settings:
+        raise UsageError("--host-gib is set by the benchmark: the KV of all requests at once")
+    if args.budgets and "budget_tokens" in settings:
+        raise UsageError("--budgets and --budget-tokens are the same: give one of them")
+    dtype = next((b for a, b in itertools.pairwise(options) if a == "--dtype"), "auto")
+    model = load_model(args.model, dtype)
     known = QUICK if args.quick else WORKLOADS
     cells = [cell for name in names or DEFAULT for cell in _cells(known[name], model, args, settings, tuple(options))]
     for cell in cells:
@@ -114,16 +126,19 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def _check(args: argparse.Namespace, options: Sequence[str]) -> tuple[str, ...]:
     """What argparse does not check. Returns the further rows."""
-    for flag in (CONNECTOR_FLAG, "--kv-cache-memory-bytes", "--max-model-len", "--block-size"):
+    for flag in TAKEN:
         if has_flag(options, flag):
             raise UsageError(f"{flag} is set by the benchmark, for both engines: leave it out")
-    for name in ("rounds", "requests"):
+    late = [option for option in options if option in WORKLOADS]
+    if late:
+        raise UsageError(f"{late[0]} comes too late: workloads stand before all options")
+    for name in ("rounds", "requests", "turns"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} is not allowed: 1 or more")
     for name in ("pool_requests", "pool_gib", "rate"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed: a number above 0")
     rows = () if args.rows == "none" else tuple(args.rows.split(","))
     wrong = [row for row in rows if row not in (PLUS, LIMIT)]
     if wrong:
@@ -135,7 +150,7 @@ def _cells(
     workload: Workload, model: Model, args: argparse.Namespace, settings: dict[str, Any], options: tuple[str, ...]
 ) -> list[Cell]:
     """The sweep of one workload, all in the same KV pool."""
-    if args.turns and workload.turns > 1:
+    if args.turns is not None and workload.turns > 1:
         workload = replace(workload, turns=args.turns)
     lengths = itertools.product(args.prompt or [workload.prompt], args.output or [workload.output])
     sized = [replace(workload, prompt=prompt, output=output) for prompt, output in lengths]
@@ -154,7 +169,7 @@ def _cells(
     return cells
 
 
-def load_model(name: str) -> Model:
+def load_model(name: str, dtype: str = "auto") -> Model:
     """The model's folder and size.
 
     Raises:
@@ -165,7 +180,7 @@ def load_model(name: str) -> Model:
     config = folder / "config.json"
     if not config.is_file():
         raise BenchError(f"--model {name}: no config.json in {folder}; give a folder that holds the model, or smollm2")
-    return Model.of(name, str(folder), json.loads(config.read_text()))
+    return Model.of(name, str(folder), json.loads(config.read_text()), dtype)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -182,7 +197,13 @@ def run(arguments: Sequence[str]) -> None:
     for number, cell in enumerate(request.cells, 1):
         progress.print(f"[bold]{number} of {len(request.cells)}: {cell.title}", highlight=False)
         runner = Runner(request, cell, progress)
-        results.append(run_cell(cell, runner, request.rounds, request.side_rounds, request.side_rows))
+        rows = [row for row in request.side_rows if row != LIMIT or cell.has_limit(request.model)]
+        try:
+            results.append(run_cell(cell, runner, request.rounds, request.side_rounds, rows))
+        except BaseException:
+            if results:  # hours of measuring are not lost with the last cell
+                request.output.deliver(report.make(request.model.name, results), made, console, shown=True)
+            raise
         console.print(report.table(results[-1]).rich())
     request.output.deliver(report.make(request.model.name, results), made, console, shown=True)
 
@@ -205,7 +226,7 @@ class Runner:
 
             return serve_row(cell, row, self.request.model, self._round[row], title, self.console), {}
         found = run_job(cell.job(row, self.request.model, self._source, batch), title, self.console)
-        return figures(found), found.states
+        return figures(found, cell.budget), found.states
 
 
 def _source(request: Request, cell: Cell) -> Source:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from oasiskv.cli.options import UsageError, split
 from oasiskv.core.geometry import Geometry
+from oasiskv.core.model_shape import read_shape
 from oasiskv.core.settings import Settings
 from oasiskv.installed import check_vllm
 from oasiskv.models import resolve_model
@@ -74,7 +75,8 @@ def run(arguments: Sequence[str]) -> None:
     given, rest = split(rest)
     if "budget_tokens" in given:
         raise UsageError("--budget-tokens is not taken here: give --budgets 512,1024,2048")
-    settings = Settings.parse(given).changed()
+    checked = Settings.parse(given)
+    settings = {name: getattr(checked, name) for name in given}
     args = parser(kind, "--quick" in rest).parse_args(rest)
     output = Output.of(args)
     check(kind, args, settings)
@@ -90,6 +92,7 @@ def check(kind: str, args: argparse.Namespace, settings: dict[str, Any]) -> None
         UsageError: the model's context is too short, or something is not known.
         SettingsError: a budget leaves no hot slot.
     """
+    _check_sizes(args)
     for budget in args.budgets:
         Geometry.of(Settings.parse({**settings, "budget_tokens": budget}), BLOCK)
     modules = _modules(kind)
@@ -97,7 +100,7 @@ def check(kind: str, args: argparse.Namespace, settings: dict[str, Any]) -> None
         if "tasks" in modules:
             modules["tasks"].check(args)
         if "coverage" in modules:
-            modules["coverage"].chosen_policies(args)
+            modules["coverage"].chosen_policies(args, settings)
     except ValueError as error:
         raise UsageError(str(error)) from error
     context = model_context(args.model)
@@ -109,6 +112,19 @@ def check(kind: str, args: argparse.Namespace, settings: dict[str, Any]) -> None
         )
 
 
+def _check_sizes(args: argparse.Namespace) -> None:
+    """What is counted must be there."""
+    least = {"forced": 2, "steps": 2}
+    for name in ("tokens", "steps", "texts", "forced", "length", "documents", "questions"):
+        value = getattr(args, name, None)
+        if value is not None and value < least.get(name, 1):
+            raise UsageError(f"--{name} {value} is not allowed: {least.get(name, 1)} or more")
+    for name in ("scorers", "tasks", "caps"):
+        value = getattr(args, name, None)
+        if value is not None and not value:
+            raise UsageError(f"--{name} names nothing")
+
+
 def _longest(modules: dict[str, Any], args: argparse.Namespace) -> int:
     lengths = [module.longest(args) for name, module in modules.items() if name in IN_ENGINE]
     return max([*lengths, args.tokens + args.steps] if "coverage" in modules else lengths)
@@ -117,7 +133,7 @@ def _longest(modules: dict[str, Any], args: argparse.Namespace) -> int:
 def model_context(name: str) -> int | None:
     """Tokens of a model's context; None if its configuration is not on this machine."""
     config = Path(resolve_model(name)) / "config.json"
-    return int(json.loads(config.read_text())["max_position_embeddings"]) if config.is_file() else None
+    return read_shape(name, json.loads(config.read_text())).max_context if config.is_file() else None
 
 
 def _measure(kind: str, args: argparse.Namespace, settings: dict[str, Any]) -> list[Report]:
@@ -130,7 +146,7 @@ def _measure(kind: str, args: argparse.Namespace, settings: dict[str, Any]) -> l
             console.print(table.rich())
 
     if "coverage" in modules:
-        keep(modules["coverage"].measure(args, progress))
+        keep(modules["coverage"].measure(args, settings, progress))
     engines = {name: module for name, module in modules.items() if name in IN_ENGINE}
     if engines:
         from oasiskv.eval.engine import EvalEngine
@@ -151,7 +167,7 @@ def _together(model: str, reports: list[Report]) -> Report:
         title=f"Accuracy beside dense attention: {model}",
         tables=[table for report in reports for table in report.tables],
         findings=[sentence for report in reports for sentence in report.findings],
-        sections=[section for report in reports for section in report.sections],
+        sections=lambda: [section for report in reports for section in report.sections()],
         data={report.data["kind"]: report.data for report in reports},
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -225,26 +225,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictors", type=names, default=own.predictor, help="values of predictor")
     parser.add_argument("--granularities", type=names, default=own.granularity, help="values of granularity")
     parser.add_argument("--merges", type=names, default=own.group_merge, help="values of group_merge")
-    parser.add_argument("--score-interval", default="auto", help="as the setting (auto: what the scorer has)")
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a block (32)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (float32)")
     parser.add_argument("--seed", type=int, default=0, help="of the first text (0)")
 
 
-def chosen_policies(args: argparse.Namespace) -> list[Policy]:
-    """All that the command line names.
+def chosen_policies(args: argparse.Namespace, settings: Mapping[str, Any]) -> list[Policy]:
+    """All that the command line names, with the other ``settings`` that were given.
 
     Raises:
         SettingsError, ValueError: one of them is not allowed.
     """
     found = policies(
         [parse_scorer(name) for name in names(args.scorers)],
+        settings,
         budget_tokens=args.budgets,
-        fetch_cap=[float(cap) for cap in names(args.caps)],
+        fetch_cap=names(args.caps),
         predictor=names(args.predictors),
         granularity=names(args.granularities),
         group_merge=names(args.merges),
-        score_interval=[args.score_interval],
     )
     for policy in found:
         policy.geometry(args.block_size)
@@ -252,9 +251,9 @@ def chosen_policies(args: argparse.Namespace) -> list[Policy]:
     return found
 
 
-def measure(args: argparse.Namespace, console: Console) -> Report:
+def measure(args: argparse.Namespace, settings: Mapping[str, Any], console: Console) -> Report:
     """Run it."""
-    chosen = chosen_policies(args)
+    chosen = chosen_policies(args, settings)
     folder = resolve_model(args.model)
     tokenizer = load_tokenizer(folder)
     make = key_value_text if args.text == "key-value" else essay_text
@@ -267,7 +266,9 @@ def measure(args: argparse.Namespace, console: Console) -> Report:
         coverage_table(outcome, f"Coverage: {args.model}, {what}"),
         likelihood_table(outcome, f"Likelihood: {int(outcome.is_value.sum())} of the tokens in answers"),
     ]
-    return Report(f"Coverage: {args.model}", tables, findings(outcome), sections(outcome, tables), as_dict(outcome))
+    return Report(
+        f"Coverage: {args.model}", tables, findings(outcome), lambda: sections(outcome, tables), as_dict(outcome)
+    )
 
 
 def _load(folder: str, dtype: torch.dtype) -> Any:

@@ -151,6 +151,11 @@ def plot(found: Fidelity) -> Figure:
     return figure
 
 
+def sections(found: Fidelity, tables: Sequence[Table]) -> list[Section]:
+    """For the page."""
+    return [Section("Fidelity along real text", findings(found), tables, [plot(found)])]
+
+
 def as_dict(found: Fidelity) -> dict[str, Any]:
     """For JSON."""
     return {
@@ -200,5 +205,4 @@ def measure(args: argparse.Namespace, engine: EvalEngine, console: Console) -> R
         found = follow(engine, texts, args.forced, args.budgets, done)
     title = f"Fidelity: {args.model}, {len(texts)} essays, {found.dense.size} tokens forced"
     tables = [table(found, title), by_context(found)]
-    section = Section("Fidelity along real text", findings(found), tables, [plot(found)])
-    return Report(f"Fidelity: {args.model}", tables, findings(found), [section], as_dict(found))
+    return Report(f"Fidelity: {args.model}", tables, findings(found), lambda: sections(found, tables), as_dict(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,13 @@ def parse_scorer(text: str) -> tuple[str, torch.dtype]:
     return name, DTYPES[dtype or "bfloat16"]
 
 
-def policies(scorers: Sequence[tuple[str, torch.dtype]], **choices: Sequence[Any]) -> list[Policy]:
-    """Every combination: ``choices`` are settings, each with the values to compare.
+def policies(
+    scorers: Sequence[tuple[str, torch.dtype]], fixed: Mapping[str, Any], **choices: Sequence[Any]
+) -> list[Policy]:
+    """Every combination: ``choices`` are settings, each with the values to compare; ``fixed`` are the same for all.
 
     Raises:
         SettingsError: a combination is not allowed.
     """
     combined = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    return [Policy(name, dtype, Settings.parse(own)) for own in combined for name, dtype in scorers]
+    return [Policy(name, dtype, Settings.parse({**fixed, **own})) for own in combined for name, dtype in scorers]

@@ -134,6 +134,11 @@ def plot(found: Sequence[Answered]) -> Figure:
     return figure
 
 
+def sections(found: Sequence[Answered], tables: Sequence[Table], how: str) -> list[Section]:
+    """For the page."""
+    return [Section(f"Tasks ({how})", findings(found), tables, [plot(found)])]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command line of this measurement, besides model and output."""
     add_budgets(parser)
@@ -191,5 +196,4 @@ def measure(args: argparse.Namespace, engine: EvalEngine, console: Console) -> R
         _table(found, "nll", 1, 3, "Likelihood of the right answers", LIKELIHOOD_NOTES),
     ]
     data = {"kind": "tasks", "decode_question": args.decode_question, "answers": [vars(a) for a in found]}
-    section = Section(f"Tasks ({how})", findings(found), tables, [plot(found)])
-    return Report(f"Tasks: {args.model}", tables, findings(found), [section], data)
+    return Report(f"Tasks: {args.model}", tables, findings(found), lambda: sections(found, tables, how), data)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from oasiskv.report.page import Section, check_plotly, write_page
+from oasiskv.report.page import PageError, Section, check_plotly, write_page
 from oasiskv.report.provenance import Provenance
 from oasiskv.report.table import Table
 
@@ -23,7 +24,8 @@ class Report:
     title: str
     tables: Sequence[Table]
     findings: Sequence[str]
-    sections: Sequence[Section]
+    sections: Callable[[], Sequence[Section]]
+    """Made only where a page is wanted: plots need plotly."""
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,11 +50,15 @@ class Output:
         """From parsed options; checked before anything heavy starts.
 
         Raises:
-            PageError: a page is wanted and cannot be made.
+            PageError: a page is wanted and cannot be made, or a file cannot be written.
         """
-        if not args.no_html:
+        html = None if args.no_html else args.html
+        if html is not None:
             check_plotly()
-        return cls(None if args.no_html else args.html, args.json, args.markdown)
+        for path in (html, args.json):
+            if path is not None:
+                _check_writable(path)
+        return cls(html, args.json, args.markdown)
 
     def deliver(self, report: Report, made: Provenance, console: Console, shown: bool = False) -> None:
         """Print (the tables only if they were not ``shown`` before) and write."""
@@ -69,5 +75,12 @@ class Output:
             found = {"made": made.as_dict(), "findings": list(report.findings), **report.data}
             self.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         if self.html:
-            write_page(self.html, report.title, made, report.findings, report.sections)
+            write_page(self.html, report.title, made, report.findings, report.sections())
             console.print(f"Page with plots: {self.html}", highlight=False)
+
+
+def _check_writable(path: Path) -> None:
+    """Before an hour of measuring, not after it."""
+    folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise PageError(f"{path} cannot be written: give the path of a file in a folder that may be written to")

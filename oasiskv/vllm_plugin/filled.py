@@ -10,6 +10,7 @@ computed ones do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ TOPIC_TOKENS = 32
 """Consecutive tokens with the same topic."""
 BANK_TOPICS = 512
 """Stretches that are drawn once; every context is put together from them in an order of its own."""
+FILL_UNIT = 128
+"""Prompts are filled up to a multiple of it, so that engines with other block sizes have the same rest to compute."""
 TOPIC, NOISE = 1.0, 0.7
 """Standard deviations of a topic, and of a key around it: with queries of the usual size, logits spread by about 2."""
 
@@ -76,7 +79,8 @@ class Fills:
 
     def matched(self, request: Request, computed: int) -> int:
         """Tokens after the first ``computed`` to be filled: whole blocks, one token of the prompt left at least."""
-        whole = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+        unit = math.lcm(self.block_size, FILL_UNIT)
+        whole = (request.num_prompt_tokens - 1) // unit * unit
         self._matched[request.request_id] = computed
         return max(0, whole - computed)
 

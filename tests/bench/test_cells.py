@@ -76,6 +76,17 @@ def test_a_job_survives_its_way_to_the_process() -> None:
     assert Job.from_json(job.to_json()) == job
 
 
+def test_the_job_says_how_large_the_pool_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment(cell(WORKLOADS["decode"]).job(DENSE, MODEL, SOURCE))
+
+
+def test_there_is_a_limit_only_where_contexts_outgrow_the_budget_and_the_model_reaches_it() -> None:
+    assert cell(WORKLOADS["long-context"], budget_tokens=1024).has_limit(MODEL)
+    assert not cell(WORKLOADS["long-context"], budget_tokens=8000).has_limit(MODEL)
+    assert not cell(replace(WORKLOADS["long-context"], prompt=9000), budget_tokens=8192).has_limit(MODEL)
+
+
 def test_stock_vllm_does_not_load_the_plug_in() -> None:
     c = cell(WORKLOADS["decode"])
     assert environment(c.job(DENSE, MODEL, SOURCE))["VLLM_PLUGINS"] == ""
@@ -107,3 +118,8 @@ def test_a_pool_too_small_for_one_request_is_refused_with_what_is_needed() -> No
 def test_a_budget_without_a_hot_slot_is_refused() -> None:
     with pytest.raises(SettingsError, match="no room for hot slots"):
         cell(WORKLOADS["long-context"], budget_tokens=64).check(MODEL)
+
+
+def test_a_pool_beyond_the_machines_memory_is_refused() -> None:
+    with pytest.raises(BenchError, match="are more than the"):
+        cell(WORKLOADS["long-context"], pool_requests=1e9).check(MODEL)

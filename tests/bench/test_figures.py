@@ -9,12 +9,12 @@ from oasiskv.bench.job import OASIS, Answer, Run, Sample
 
 SAMPLES = (
     Sample(2.0, 1, 100, 0, ()),
-    Sample(1.0, 2, 50, 1, (7,), fetched=100, pipeline=0.1),
-    Sample(0.5, 2, 0, 2, (7, 5), fetched=300, pipeline=0.2),
-    Sample(0.7, 2, 0, 2, (7, 5), fetched=200, pipeline=0.1),
-    Sample(0.1, 1, 0, 1, (5,)),
-    Sample(0.1, 1, 0, 1, (5,)),
-    Sample(0.1, 1, 0, 1, (5,)),
+    Sample(1.0, 2, 50, 1, (7,), fetched=100, pipeline=0.1, answering=1, shortest=101),
+    Sample(0.5, 2, 0, 2, (7, 5), fetched=300, pipeline=0.2, answering=2, shortest=52),
+    Sample(0.7, 2, 0, 2, (7, 5), fetched=200, pipeline=0.1, answering=2, shortest=53),
+    Sample(0.1, 1, 0, 1, (5,), answering=1, shortest=103),
+    Sample(0.2, 1, 0, 1, (5,), answering=1, shortest=104),
+    Sample(0.1, 1, 0, 1, (5,), answering=1, shortest=105),
 )
 ANSWERS = (Answer("a", 0, 100, 0.0, 2.0, 4.0, 5), Answer("b", 0, 50, 1.0, 4.0, 5.0, 3), Answer("b", 1, 60, 6, 7, 7, 1))
 RUN = Run(OASIS, 32, 100, 9.0, 2, SAMPLES, ANSWERS, {"bounded_requests": 2})
@@ -22,15 +22,26 @@ RUN = Run(OASIS, 32, 100, 9.0, 2, SAMPLES, ANSWERS, {"bounded_requests": 2})
 
 def test_throughput_is_over_everything_and_over_steps_that_only_decode() -> None:
     found = figures(RUN)
-    assert found.seconds == pytest.approx(4.5)
+    assert found.seconds == pytest.approx(4.6)
     assert found.output_tokens == 8
-    assert found.throughput == pytest.approx(8 / 4.5)
-    assert found.decode_throughput == pytest.approx(7 / 1.5)
+    assert found.throughput == pytest.approx(8 / 4.6)
+    assert found.decode_throughput == pytest.approx(7 / 1.6)
 
 
 def test_the_usual_step_is_the_one_in_which_most_tokens_are_made() -> None:
     assert usual_step(SAMPLES) == (2, pytest.approx(600))  # two steps with 2 tokens beat three with 1
     assert usual_step(SAMPLES[:2]) == (0, 0.0)
+
+
+def test_a_batch_counts_requests_however_many_tokens_each_gets() -> None:
+    drafted = [Sample(1.0, 2, 0, tokens, (5, 5), answering=2) for tokens in (2, 5, 8)]
+    assert usual_step(drafted) == (2, pytest.approx(1000))
+
+
+def test_steps_beyond_the_budget_are_those_in_which_every_context_is_longer() -> None:
+    found = figures(RUN, budget=100)
+    assert (found.beyond_batch, found.beyond_ms) == (1, pytest.approx(100))
+    assert figures(RUN, budget=200).beyond_batch == 0
 
 
 def test_latencies_are_of_requests() -> None:
@@ -43,7 +54,7 @@ def test_latencies_are_of_requests() -> None:
 def test_what_is_by_step_counts_steps_in_which_a_request_decodes() -> None:
     found = figures(RUN)
     assert found.fetched_per_step == pytest.approx(600 / 6)
-    assert found.pipeline_share == pytest.approx(0.4 / 2.5)
+    assert found.pipeline_share == pytest.approx(0.4 / 2.6)
 
 
 def test_blocks_and_requests_at_once() -> None:

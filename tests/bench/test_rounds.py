@@ -41,7 +41,7 @@ class Engines:
         clock, job = Clock(), cell.job(row, MODEL, SOURCE, batch)
         engine = FakeEngine(clock, STEP * self.factors.get(row, 1.0) * noise)
         samples, answers = drive(engine, job.conversations, job.concurrency, clock=clock)
-        return figures(Run(row, 32, 100, 1.0, 0, tuple(samples), tuple(answers))), {"bounded_requests": 1}
+        return figures(Run(row, 32, 100, 1.0, 0, tuple(samples), tuple(answers)), cell.budget), {"bounded_requests": 1}
 
 
 def measured(rounds: int = 3, side_rounds: int = 1, **factors: float) -> tuple[CellResult, Engines]:
@@ -73,7 +73,7 @@ def test_a_planted_slow_down_of_20_percent_is_seen_as_such() -> None:
 
 def test_efficiency_is_against_the_limit_with_the_same_batch() -> None:
     result, _ = measured(oasis=0.9, limit=0.5)
-    assert result.rows[LIMIT][0].batch == result.rows[OASIS][0].batch == 4
+    assert result.rows[LIMIT][0].batch == result.rows[OASIS][0].beyond_batch == 4
     assert result.efficiency is not None and result.efficiency.median == pytest.approx(1.8)
 
 

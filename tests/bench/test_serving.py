@@ -148,7 +148,7 @@ def test_waiting_for_it_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("started")
 def test_one_that_dies_during_the_run_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "CLIENT", "import time; time.sleep(600)")
-    load = serving._Load("m", 10, 1, 1, 1.0, 0)
+    load = serving._Load("m", 10, 1, 1, 1.0, 0, 1)
     with running(stub(), tmp_path / "log") as found:
         threading.Timer(0.5, found.process.kill).start()
         with pytest.raises(ServingError, match="the server ended with status"):

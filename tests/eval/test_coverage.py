@@ -75,7 +75,9 @@ def test_scorers_are_named_as_they_are_given(text: str) -> None:
 
 
 def test_a_label_says_what_differs_and_nothing_else() -> None:
-    found = policies([parse_scorer("box")], budget_tokens=[512, 1024], granularity=["head", "layer"], fetch_cap=[0.05])
+    found = policies(
+        [parse_scorer("box")], {}, budget_tokens=[512, 1024], granularity=["head", "layer"], fetch_cap=[0.05]
+    )
     assert [label(p, found) for p in found] == [
         "box 512 per head",
         "box 512 per layer",
@@ -96,7 +98,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def test_the_command_line_makes_every_combination() -> None:
-    found = coverage.chosen_policies(options("--budgets", "512,1024", "--scorers", "q2,random", "--caps", "0.05,1"))
+    found = coverage.chosen_policies(options("--budgets", "512,1024", "--scorers", "q2,random", "--caps", "0.05,1"), {})
     assert len(found) == 8
     assert {(p.scorer, p.settings.budget_tokens, p.settings.fetch_cap) for p in found} == {
         (s, b, c) for s in ("q2", "random") for b in (512, 1024) for c in (0.05, 1.0)
@@ -114,4 +116,9 @@ def test_the_command_line_makes_every_combination() -> None:
 )
 def test_what_is_wrong_is_refused(arguments: tuple[str, ...], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        coverage.chosen_policies(options(*arguments))
+        coverage.chosen_policies(options(*arguments), {})
+
+
+def test_other_settings_go_to_every_policy() -> None:
+    found = coverage.chosen_policies(options("--scorers", "q2,box"), {"score_interval": 2, "window_tokens": 128})
+    assert {(p.interval, p.settings.window_tokens) for p in found} == {(2, 128)}

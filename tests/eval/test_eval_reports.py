@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def test_every_question_goes_to_every_arm_on_the_same_context(decode_question: b
 
 @pytest.fixture
 def small_context(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 97, "max_position_embeddings": 4096}))
     return str(tmp_path)
 
 
@@ -122,6 +124,8 @@ def small_context(tmp_path: Path) -> str:
         (["tasks", "--tasks", "chess"], UsageError, "no task 'chess'; allowed are needle"),
         (["tasks", "--length", "5000"], UsageError, "take 6,100 tokens, .* has 4,096: use shorter ones"),
         (["coverage", "--tokens", "4000", "--steps", "200"], UsageError, "take 4,200 tokens"),
+        (["fidelity", "--forced", "1"], UsageError, "--forced 1 is not allowed: 2 or more"),
+        (["tasks", "--documents", "0"], UsageError, "--documents 0 is not allowed: 1 or more"),
         (["coverage", "--scorers", "best"], UsageError, "'best' is not allowed"),
         (["fidelity", "--scorer", "oracle"], SettingsError, "scorer='oracle' is not allowed"),
     ],
