@@ -22,6 +22,7 @@ from oasiskv.bench.rounds import CellResult, States, run_cell
 from oasiskv.bench.workloads import QUICK, WORKLOADS, Source, Workload, random_tokens, slices
 from oasiskv.cli.options import CONNECTOR_FLAG, UsageError, has_flag, print_settings_help, split
 from oasiskv.core.settings import Settings
+from oasiskv.eval.options import whole_numbers
 from oasiskv.installed import check_vllm
 from oasiskv.models import load_tokenizer, resolve_model
 from oasiskv.report.output import Output
@@ -54,24 +55,18 @@ class Request:
     output: Output
 
 
-def numbers(text: str) -> list[int]:
-    """``1000,2000`` to a list."""
-    values = [int(part.replace("_", "")) for part in text.split(",")]
-    if any(value <= 0 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: whole numbers above 0, with commas between")
-    return values
-
-
 def parser() -> argparse.ArgumentParser:
     """Our own options; settings and vLLM's options are taken out or left by others."""
     found = _Parser(add_help=False, allow_abbrev=False)
     found.add_argument("--model", default="smollm2", help="a folder, or a name of `oasiskv model list` (smollm2)")
-    found.add_argument("--prompt", type=numbers, help="tokens of a prompt; several, with commas, make a sweep")
-    found.add_argument("--output", type=numbers, help="tokens of an answer; several make a sweep")
+    found.add_argument("--prompt", type=whole_numbers, help="tokens of a prompt; several, with commas, make a sweep")
+    found.add_argument("--output", type=whole_numbers, help="tokens of an answer; several make a sweep")
     found.add_argument("--turns", type=int, help="turns of a conversation (multi-turn)")
     found.add_argument("--requests", type=int, help="requests of each run (8)")
-    found.add_argument("--concurrency", type=numbers, help="most requests in flight (all); several make a sweep")
-    found.add_argument("--budgets", type=numbers, help="budgets to compare; like --budget-tokens, several make a sweep")
+    found.add_argument("--concurrency", type=whole_numbers, help="most requests in flight (all); several make a sweep")
+    found.add_argument(
+        "--budgets", type=whole_numbers, help="budgets to compare; like --budget-tokens, several make a sweep"
+    )
     found.add_argument("--pool-requests", type=float, default=3.0, help="the KV pool holds so many whole requests (3)")
     found.add_argument("--pool-gib", type=float, help="the KV pool in GiB, instead")
     found.add_argument("--rounds", type=int, help="dense and OasisKV in turn, so many times (3)")

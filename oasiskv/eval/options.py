@@ -19,10 +19,10 @@ def names(text: str | list[str]) -> list[str]:
 
 def whole_numbers(text: str) -> list[int]:
     """``512,1024`` to a list of numbers above 0."""
-    values = [int(part.replace("_", "")) for part in text.split(",")]
-    if any(value <= 0 for value in values):
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: whole numbers above 0, with commas between")
-    return values
+    return [int(part) for part in parts]
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
