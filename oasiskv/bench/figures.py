@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oasiskv.bench.job import Answer, Run, Sample
+from oasiskv.bench.job import Run, Sample
 
 PERCENTILES = (50, 95, 99)
 
@@ -98,11 +98,6 @@ def usual_step(samples: Sequence[Sample]) -> tuple[int, float]:
         made[sample.answering] += sample.new_tokens
     batch = max(made, key=lambda size: (made[size], size))
     return batch, 1e3 * statistics.median(s.seconds for s in decoding if s.answering == batch)
-
-
-def first_tokens(answers: Sequence[Answer], turn: int) -> list[float]:
-    """Seconds to the first token of every conversation's turn number ``turn``."""
-    return [a.first - a.arrived for a in answers if a.turn == turn]
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, ...]:

@@ -35,13 +35,14 @@ class Probe:
 
     def blocks(self) -> tuple[int, ...]:
         """Device blocks of each request whose prompt is done: real ids only, hot slots with them."""
-        decoding = (r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens)
-        return tuple(self._held(request.request_id) for request in decoding)
+        return tuple(self._held(request.request_id) for request in self._decoding())
 
     def shortest(self) -> int:
         """Tokens of the shortest context of a request whose prompt is done; 0 if there is none."""
-        decoding = (r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens)
-        return min((int(request.num_tokens) for request in decoding), default=0)
+        return min((int(request.num_tokens) for request in self._decoding()), default=0)
+
+    def _decoding(self) -> list[Any]:
+        return [r for r in self.scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
 
     def _held(self, request_id: str) -> int:
         ids = {block.block_id for block in self.manager.req_to_blocks[request_id] if not block.is_null}

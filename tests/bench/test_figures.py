@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oasiskv.bench.figures import figures, first_tokens, usual_step
+from oasiskv.bench.figures import figures, usual_step
 from oasiskv.bench.job import OASIS, Answer, Run, Sample
 
 SAMPLES = (
@@ -48,7 +48,6 @@ def test_latencies_are_of_requests() -> None:
     found = figures(RUN)
     assert found.ttft[0] == pytest.approx(2.0)  # 2, 3 and 1 seconds
     assert found.tpot[0] == pytest.approx(0.5)  # (4 - 2) / 4 and (5 - 4) / 2; one token has none
-    assert first_tokens(ANSWERS, turn=1) == [1]
 
 
 def test_what_is_by_step_counts_steps_in_which_a_request_decodes() -> None:
