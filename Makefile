@@ -17,7 +17,7 @@ help:  ## Show the targets
 
 setup: $(STAMP)  ## Create .venv and install OasisKV, vLLM and the tools in it
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard oasiskv/core/native/*.cpp oasiskv/core/native/*.h)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
 		"OasisKV needs Python 3.11 to 3.13, found %d.%d: make PYTHON=python3.12 ..." % v)'
 	@echo "Installing OasisKV, vLLM ($(EXTRA)) and tools in $(VENV): a few minutes, 4.2 GB"

@@ -1,41 +1,336 @@
-"""Compiled inner loops, where torch would need many passes over memory. Each stands beside a reference in the tests.
+"""The compiled kernels (``native/``), where torch would need many passes over memory. Each stands beside a reference
+in torch, which runs where they are missing: not compiled at installation, or tensors that are not on a CPU.
 
-Numba compiles them at their first call and keeps the result in its cache; they run without the GIL.
+They share torch's own threads, and run without the GIL.
 """
 
 from __future__ import annotations
 
-import numba
-import numpy as np
+import ctypes
+import functools
+import importlib.util
+import os
+from ctypes import c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from oasiskv.core.residency import PageMoves
+
+ISAS = ("any machine", "AVX2", "AVX-512 with bfloat16")
+"""Instruction sets that the kernels are compiled for, best last."""
+SWITCH = "OASISKV_KERNELS"
+"""Environment: 0 leaves everything to torch."""
+MOST_DIM = 512
+"""Largest head dimension that the kernels take."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-@numba.njit(nogil=True, fastmath=True, cache=True)
-def code_products(queries: np.ndarray, steps: np.ndarray, packed: np.ndarray, out: np.ndarray) -> None:
-    """Products of queries with 2-bit codes: ``out[b,q,n,t] += sum_d queries[b,q,d] steps[b,n,d] code[b,n,t,d]``.
+_OUT_OF_RANGE = "a count, or the index of a block, a row or a token, is out of range"
+
+
+def _structure(name: str, fields: str) -> type[ctypes.Structure]:
+    """As in ``native/kernels.h``: ``name:kind``, p a pointer, i an int64, f a float."""
+    kinds = {"p": c_void_p, "i": c_int64, "f": c_float}
+    pairs = [(word.split(":")[0], kinds[word.split(":")[1]]) for word in fields.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": pairs})
+
+
+_STRUCTURES = {
+    "oasis_two_bit_scores": _structure(
+        "TwoBitScores",
+        "store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i index:p counts:p requests:i columns:i "
+        "queries:p query_format:i tokens:i token_stride:i rows:p row_counts:p heads:i group:i dim:i scale:f read_on:f "
+        "refine:i out:p isa:i",
+    ),
+    "oasis_swap_plans": _structure(
+        "SwapPlans",
+        "scores:p requests:i heads:i columns:i resident:p age:p slots:i hot_of:p sinks:i cap:p width:i incoming:p "
+        "target:p kept:p counts:p",
+    ),
+    "oasis_copy_rows": _structure(
+        "CopyRows",
+        "source:p source_rows:p source_count:i target:p target_rows:p target_count:i count:i row_bytes:i "
+        "source_stride:i target_stride:i",
+    ),
+    "oasis_enter_swaps": _structure(
+        "EnterSwaps",
+        "rows:p requests:i heads:i slots:i width:i incoming:p target:p kept:p block:p age:p map_rows:i step:i copies:i "
+        "page_heads:i sinks:i columns:i index:p hot:p host:p host_rows:i host_stride:i host_first:i device:p "
+        "device_rows:i device_stride:i row_bytes:i",
+    ),
+    "oasis_two_bit_summaries": _structure(
+        "TwoBitSummaries",
+        "keys:p format:i token_stride:i tokens:i first:p parts:p count:i heads:i dim:i store:p head_stride:i "
+        "all_parts:i part_bytes:i box_format:i",
+    ),
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    found = importlib.util.find_spec("oasiskv.core.native._kernels")
+    if found is None or found.origin is None or os.environ.get(SWITCH) == "0":
+        return None
+    library = ctypes.CDLL(found.origin)
+    for name in ("oasis_best_isa", *_STRUCTURES):
+        getattr(library, name).restype = c_int64
+    return library
+
+
+def _call(name: str, **values: Any) -> None:
+    """Call a kernel; a tensor stands for its address."""
+    given = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
+    if not getattr(_library(), name)(ctypes.byref(_STRUCTURES[name](**given))):
+        raise IndexError(f"{name}: {_OUT_OF_RANGE}")
+
+
+def are_built() -> bool:
+    """Whether the kernels are there and switched on."""
+    return _library() is not None
+
+
+def best_isa() -> int:
+    """Index in ``ISAS`` of the best that this machine has; -1 without kernels."""
+    library = _library()
+    return int(library.oasis_best_isa()) if library is not None else -1
+
+
+def take(*tensors: Tensor) -> bool:
+    """Whether the kernels can work on these tensors."""
+    return are_built() and all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def two_bit_scores(
+    store: Tensor,
+    box_dtype: torch.dtype,
+    queries: Tensor,
+    rows: Tensor,
+    row_counts: Tensor,
+    index: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    read_on: float,
+    refine: int,
+    isa: int | None = None,
+) -> Tensor:
+    """Shares of mass by page, from two-bit summaries: see :func:`oasiskv.core.page_scores.page_scores`.
 
     Args:
-        queries: float32 ``[B, Q, D]``.
-        steps: float32 ``[B, N, D]``, the size of one code step in each channel of a part.
-        packed: uint8 ``[B, N, T / 4, D]``; byte (i, d) holds channel d of tokens i, T/4 + i, ... from its low bits up.
-        out: float32 ``[B, Q, N, T]``, added to.
+        store: uint8 ``[KV heads, blocks, parts, part_bytes]``, of which only the first dimension may be strided.
+        box_dtype: number format of the boxes.
+        queries: float32 or bfloat16 ``[tokens, query heads, D]``, after RoPE.
+        rows: int64 ``[R, 2]``: tokens whose queries speak for each request.
+        row_counts: bool ``[R, 2]``: whether they do.
+        index: int64 ``[R, M]``: block of each candidate.
+        counts: int64 ``[R]``: candidates of each request, its first columns.
+        scale: the softmax scale.
+        read_on: share of a page's mass that is handed to the next one.
+        refine: pages per request and KV head whose codes are read.
+        isa: index in ``ISAS``; the best if None.
+
+    Returns:
+        float32 ``[R, KV heads, M]``; ``-inf`` beyond ``counts``.
     """
-    rows, quarter = packed.shape[1], packed.shape[2]
-    dim = queries.shape[2]
-    weights = np.empty(dim, dtype=np.float32)
-    for b in range(queries.shape[0]):
-        for n in range(rows):
-            for q in range(queries.shape[1]):
-                for d in range(dim):
-                    weights[d] = queries[b, q, d] * steps[b, n, d]
-                for i in range(quarter):
-                    first, second, third, fourth = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                    for d in range(dim):
-                        codes, weight = packed[b, n, i, d], weights[d]
-                        first += weight * np.float32(codes & 3)
-                        second += weight * np.float32((codes >> 2) & 3)
-                        third += weight * np.float32((codes >> 4) & 3)
-                        fourth += weight * np.float32(codes >> 6)
-                    out[b, q, n, i] += first
-                    out[b, q, n, quarter + i] += second
-                    out[b, q, n, 2 * quarter + i] += third
-                    out[b, q, n, 3 * quarter + i] += fourth
+    heads, blocks, parts, part_bytes = store.shape
+    tokens, query_heads, dim = queries.shape
+    assert dim <= MOST_DIM and query_heads % heads == 0 and store.dtype == torch.uint8
+    assert store[0].is_contiguous() and queries[0].is_contiguous()
+    assert index.dtype == rows.dtype == counts.dtype == torch.int64 and row_counts.dtype == torch.bool
+    index, counts, rows, row_counts = (t.contiguous() for t in (index, counts, rows, row_counts))
+    requests, columns = index.shape
+    out = torch.empty(requests, heads, columns)
+    _call(
+        "oasis_two_bit_scores",
+        store=store,
+        head_stride=store.stride(0),
+        blocks=blocks,
+        parts=parts,
+        part_bytes=part_bytes,
+        box_format=_FORMATS[box_dtype],
+        index=index,
+        counts=counts,
+        requests=requests,
+        columns=columns,
+        queries=queries,
+        query_format=_FORMATS[queries.dtype],
+        tokens=tokens,
+        token_stride=queries.stride(0),
+        rows=rows,
+        row_counts=row_counts,
+        heads=heads,
+        group=query_heads // heads,
+        dim=dim,
+        scale=scale,
+        read_on=read_on,
+        refine=refine,
+        out=out,
+        isa=best_isa() if isa is None else isa,
+    )
+    return out
+
+
+def two_bit_summaries(keys: Tensor, first: Tensor, store: Tensor, parts: Tensor, box_dtype: torch.dtype) -> None:
+    """Summarise parts of 16 tokens each.
+
+    Args:
+        keys: float32 or bfloat16 ``[tokens, KV heads, D]`` after RoPE; only the first dimension may be strided.
+        first: int64 ``[n]``: first token of each part.
+        store: uint8 ``[KV heads, all parts, part_bytes]``, written at ``parts`` int64 ``[n]``.
+        box_dtype: number format of the boxes.
+    """
+    tokens, heads, dim = keys.shape
+    assert dim <= MOST_DIM and keys[0].is_contiguous() and store[0].is_contiguous() and store.shape[0] == heads
+    assert first.dtype == parts.dtype == torch.int64 and len(first) == len(parts)
+    first, parts = first.contiguous(), parts.contiguous()
+    _call(
+        "oasis_two_bit_summaries",
+        keys=keys,
+        format=_FORMATS[keys.dtype],
+        token_stride=keys.stride(0),
+        tokens=tokens,
+        first=first,
+        parts=parts,
+        count=len(first),
+        heads=heads,
+        dim=dim,
+        store=store,
+        head_stride=store.stride(0),
+        all_parts=store.shape[1],
+        part_bytes=store.shape[2],
+        box_format=_FORMATS[box_dtype],
+    )
+
+
+def swap_plans(
+    scores: Tensor, resident: Tensor, age: Tensor, hot_of: Tensor, sinks: int, cap: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, int, int]]:
+    """What :func:`oasiskv.core.swap_plan.plan_swaps` decides.
+
+    Args:
+        scores: float32 ``[R, heads, M]``.
+        resident, age: int32 ``[R, heads, H]``.
+        hot_of, cap: int ``[R]``.
+        sinks: first candidate block.
+        width: most swaps C of any request.
+
+    Returns:
+        Incoming blocks and their slots int32 ``[R, heads, C]``, kept slots bool ``[R, heads, H]``, and how many
+        selected pages were resident, were missing, and were left out because of the cap.
+    """
+    requests, heads, columns = scores.shape
+    scores, resident, age = scores.contiguous(), resident.contiguous(), age.contiguous()
+    hot_of, cap = hot_of.long().contiguous(), cap.long().contiguous()
+    assert scores.dtype == torch.float32 and resident.dtype == age.dtype == torch.int32
+    incoming = torch.empty(requests, heads, width, dtype=torch.int32)
+    target = torch.empty_like(incoming)
+    kept = torch.empty(resident.shape, dtype=torch.bool)
+    counts = torch.empty(requests, heads, 3, dtype=torch.int64)
+    _call(
+        "oasis_swap_plans",
+        scores=scores,
+        requests=requests,
+        heads=heads,
+        columns=columns,
+        resident=resident,
+        age=age,
+        slots=resident.shape[2],
+        hot_of=hot_of,
+        sinks=sinks,
+        cap=cap,
+        width=width,
+        incoming=incoming,
+        target=target,
+        kept=kept,
+        counts=counts,
+    )
+    held, missing, capped = counts.sum((0, 1)).tolist()
+    return incoming, target, kept, (held, missing, capped)
+
+
+def enter_swaps(
+    rows: Tensor,
+    incoming: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    block: Tensor,
+    age: Tensor,
+    step: int,
+    moves: PageMoves | None,
+) -> None:
+    """Carry out plans: copy their pages (``moves`` None: there are none to copy), then enter them in the residency map.
+
+    Args:
+        rows: int64 ``[R]``: rows of the map.
+        incoming, target: int32 ``[R, heads, C]``; ``kept`` bool ``[R, heads, H]``: of the plans.
+        block, age: int32 ``[map rows, heads, H]``: one layer of the map.
+        step: the age of what was selected.
+    """
+    requests, heads, width = incoming.shape
+    rows, incoming, target, kept = (t.contiguous() for t in (rows, incoming, target, kept))
+    assert rows.dtype == torch.int64 and block.is_contiguous() and age.is_contiguous()
+    assert block.shape[1:] == age.shape[1:] == kept.shape[1:]
+    copying: dict[str, Any] = {}
+    if moves is not None:
+        index, hot = moves.index.contiguous(), moves.hot.contiguous()
+        assert index.dtype == hot.dtype == torch.int64 and hot.shape == (requests, kept.shape[2])
+        assert moves.host.is_contiguous() and moves.device.is_contiguous()
+        assert moves.host.dtype == moves.device.dtype and moves.host.shape[1] == moves.device.shape[1]
+        copying = {
+            "page_heads": moves.page_heads or 0,
+            "sinks": moves.sinks,
+            "columns": index.shape[1],
+            "index": index,
+            "hot": hot,
+            "host": moves.host,
+            "host_rows": len(moves.host),
+            "host_stride": moves.host_stride,
+            "host_first": moves.host_first,
+            "device": moves.device,
+            "device_rows": len(moves.device),
+            "device_stride": moves.device_stride,
+            "row_bytes": moves.host.stride(0) * moves.host.itemsize,
+        }
+    _call(
+        "oasis_enter_swaps",
+        rows=rows,
+        requests=requests,
+        heads=heads,
+        slots=kept.shape[2],
+        width=width,
+        incoming=incoming,
+        target=target,
+        kept=kept,
+        block=block,
+        age=age,
+        map_rows=len(block),
+        step=step,
+        copies=moves is not None,
+        **copying,
+    )
+
+
+def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
+    """Copy rows of ``source`` ``[rows, n]`` to rows of ``target``, which none is twice; rows int64 ``[k]``."""
+    if not take(source, target) or source.dtype != target.dtype:
+        target.index_copy_(0, target_rows, source.index_select(0, source_rows).to(target.dtype))
+        return
+    assert source.stride(1) == target.stride(1) == 1 and source.shape[1] == target.shape[1]
+    assert source_rows.dtype == target_rows.dtype == torch.int64 and len(source_rows) == len(target_rows)
+    source_rows, target_rows = source_rows.contiguous(), target_rows.contiguous()
+    _call(
+        "oasis_copy_rows",
+        source=source,
+        source_rows=source_rows,
+        source_count=len(source),
+        target=target,
+        target_rows=target_rows,
+        target_count=len(target),
+        count=len(source_rows),
+        row_bytes=source.shape[1] * source.itemsize,
+        source_stride=source.stride(0) * source.itemsize,
+        target_stride=target.stride(0) * target.itemsize,
+    )

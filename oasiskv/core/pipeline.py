@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 class Pipeline(Protocol[Result]):
     """Runs jobs, keyed by layer. ``busy_seconds``: how long jobs have run, all together."""
 
+    is_async: bool
+    """Whether a job may still run when :meth:`submit` has returned."""
     busy_seconds: float
 
     def submit(self, layer: int, job: Callable[[], Result]) -> None:
@@ -38,6 +40,8 @@ class Pipeline(Protocol[Result]):
 
 class InlinePipeline(Generic[Result]):
     """Runs each job at once, on the caller's thread."""
+
+    is_async = False
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
@@ -65,6 +69,8 @@ class InlinePipeline(Generic[Result]):
 
 class AsyncPipeline(Generic[Result]):
     """Runs jobs in order on one background thread with one core, beside the forward pass."""
+
+    is_async = True
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0

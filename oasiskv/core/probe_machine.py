@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from oasiskv.core.devices import PRESETS, Device
+from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import PART_TOKENS
 
@@ -103,9 +104,15 @@ def scoring_rate(scorer: Scorer, group: int) -> float:
     """Bytes of summaries per second that the scorer reads."""
     heads, pages = 2, CONTEXT // PART_TOKENS
     keys = torch.randn(pages, PART_TOKENS, heads, scorer.head_dim)
-    summaries = scorer.summarise(keys).transpose(0, 1).reshape(heads, pages // 2, 2, -1).contiguous()
-    queries = torch.randn(heads, group, scorer.head_dim)
-    return summaries.nbytes / _best(lambda: scorer.score(queries, summaries, scorer.head_dim**-0.5))
+    store = scorer.summarise(keys).transpose(0, 1).reshape(heads, pages // 2, 2, -1).contiguous()
+    queries = torch.randn(1, heads * group, scorer.head_dim)
+    candidates = Candidates(
+        index=torch.arange(pages // 2).view(1, -1),
+        counts=torch.tensor([pages // 2]),
+        rows=torch.zeros(1, 2, dtype=torch.int64),
+        row_counts=torch.tensor([[True, False]]),
+    )
+    return store.nbytes / _best(lambda: page_scores(scorer, queries, store, candidates, scorer.head_dim**-0.5))
 
 
 def copy_rate() -> float:

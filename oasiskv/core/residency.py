@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from oasiskv.core import kernels
 from oasiskv.core.swap_plan import EMPTY, SwapPlan
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """Where the pages of a plan lie, and where they go.
+
+    A page is one row of ``host`` ``[rows, n]`` and of ``device``: that of block b and KV head h is row
+    ``host_stride * b + host_first + h``, or ``device_stride * b + h``. ``index`` int64 ``[R, M]``: host block of each
+    candidate, the first of which is logical block ``sinks``; ``hot`` int64 ``[R, H]``: device block of each slot.
+    ``page_heads``: pages of a slot, where all KV heads have one set; None where each has its own.
+    """
+
+    index: Tensor
+    hot: Tensor
+    sinks: int
+    host: Tensor
+    host_stride: int
+    host_first: int
+    device: Tensor
+    device_stride: int
+    page_heads: int | None = None
+
+    def copy(self, plan: SwapPlan) -> None:
+        """Bring in the plan's pages."""
+        request, head, swap = (plan.incoming != EMPTY).nonzero(as_tuple=True)
+        source = self.index[request, plan.incoming[request, head, swap].long() - self.sinks]
+        target = self.hot[request, plan.slot[request, head, swap].long()]
+        if self.page_heads is not None:
+            first = head == 0  # all sets are alike
+            source, target = (t[first].repeat_interleave(self.page_heads) for t in (source, target))
+            head = torch.arange(self.page_heads).repeat(int(first.sum()))
+        rows = source * self.host_stride + self.host_first + head
+        kernels.copy_rows(self.host, rows, self.device, target * self.device_stride + head)
+
+    def only(self, requests: Tensor) -> PageMoves:
+        """The same for some of the requests (bool ``[R]``)."""
+        return replace(self, index=self.index[requests], hot=self.hot[requests])
 
 
 class ResidencyMap:
@@ -76,9 +115,14 @@ class ResidencyMap:
         """``(resident, age, hot_of)`` of rows ``slots``, as :func:`plan_swaps` takes them; copies."""
         return self.block[layer, slots], self.age[layer, slots], self.hot_of[slots]
 
-    def apply(self, layer: int, plan: SwapPlan) -> None:
-        """Enter the swaps of ``plan``, once their pages lie in their slots."""
+    def apply(self, layer: int, plan: SwapPlan, moves: PageMoves | None = None) -> None:
+        """Copy the pages of ``plan`` (None: nothing is to be copied), then enter its swaps."""
         block, age = self.block[layer], self.age[layer]
+        if kernels.take(block, plan.incoming) and (moves is None or kernels.take(moves.host, moves.device)):
+            kernels.enter_swaps(plan.rows, plan.incoming, plan.slot, plan.kept, block, age, plan.step, moves)
+            return
+        if moves is not None:
+            moves.copy(plan)
         age[plan.rows] = torch.where(plan.kept, plan.step, age[plan.rows])
         request, head, swap = (plan.incoming != EMPTY).nonzero(as_tuple=True)
         where = (plan.rows[request], head, plan.slot[request, head, swap].long())

@@ -15,8 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from oasiskv.core import kernels
 from oasiskv.core.settings import PART_TOKENS
 
+_COMPILED_KEYS = (torch.float32, torch.bfloat16)
+"""Number formats of keys and queries that the compiled kernels take."""
+_CHANNELS_PER_WORD = 16
+"""2-bit codes of a 32-bit word."""
 SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -24,6 +29,8 @@ class Scorer(ABC):
     """Writes summaries of parts and estimates page scores from them. Stateless, except for ``random``."""
 
     name: ClassVar[str]
+    coarse: Scorer | None = None
+    """A coarser scorer, whose summaries are the first bytes of this one's."""
     part_bytes: int
     """Bytes of one part's summary for one KV head; a multiple of 4, so that a view as float32 is aligned."""
 
@@ -43,6 +50,14 @@ class Scorer(ABC):
     @abstractmethod
     def summarise(self, keys: Tensor) -> Tensor:
         """Keys ``[n, PART_TOKENS, Hkv, D]`` after RoPE, in any float format -> uint8 ``[n, Hkv, part_bytes]``."""
+
+    def write(self, keys: Tensor, first: Tensor, store: Tensor, parts: Tensor) -> None:
+        """Summarise the parts that begin at tokens ``first`` int64 ``[n]`` of ``keys`` ``[tokens, Hkv, D]``.
+
+        They go to ``parts`` int64 ``[n]`` of ``store`` uint8 ``[Hkv, all parts, part_bytes]``.
+        """
+        tokens = first.view(-1, 1) + torch.arange(PART_TOKENS)
+        store[:, parts] = self.summarise(keys[tokens]).transpose(0, 1)
 
     @abstractmethod
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
@@ -139,49 +154,51 @@ class TwoBitScorer(Scorer):
 
     Bytes of a part::
 
-        | c and h, as in ``box`` | codes [PART_TOKENS / 4, D]: byte (i, d) holds channel d of tokens i, 4+i, 8+i, 12+i |
+        | c and h, as in ``box`` | codes: uint32 [D / 16, PART_TOKENS] |
 
-    from its lowest two bits up. A key is read back as ``c + h * (2/3 code - 1)``. Nearly an oracle at about an eighth
-    of the KV's bytes; on a CPU unpacking makes it slow, so there it is for evaluation.
+    where bits 2k and 2k + 1 of word (g, t) hold channel 16 g + k of token t, and D is rounded up to a multiple of 16.
+    A key is read back as ``c + h * (2/3 code - 1)``. Nearly an oracle at about an eighth of the KV's bytes. The codes
+    of a page are read only if its boxes promise enough (:mod:`oasiskv.core.page_scores`).
     """
 
     name = "q2"
+    coarse: BoxScorer
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(head_dim, dtype)
-        self._box = BoxScorer(head_dim, dtype)
-        self.part_bytes = self._box.part_bytes + PART_TOKENS // 4 * head_dim
+        self.coarse = BoxScorer(head_dim, dtype)
+        self._words = -(-head_dim // _CHANNELS_PER_WORD)
+        self.part_bytes = self.coarse.part_bytes + 4 * self._words * PART_TOKENS
 
     def summarise(self, keys: Tensor) -> Tensor:
-        n, _, heads, _ = keys.shape
-        box = self._box.summarise(keys)
+        dim = keys.shape[3]
+        box = self.coarse.summarise(keys)
         centre, half = self._read_box(box)  # as stored, so that the codes make up for its rounding
         step = (half * (2 / 3)).clamp_min(torch.finfo(torch.float32).tiny)
-        code = ((keys.float() - (centre - half).unsqueeze(1)) / step.unsqueeze(1)).round().clamp(0, 3).to(torch.uint8)
-        a, b, c, d = code.chunk(4, dim=1)
-        packed = a | (b << 2) | (c << 4) | (d << 6)  # [n, PART_TOKENS / 4, heads, D]
-        return torch.cat((box, packed.transpose(1, 2).reshape(n, heads, -1)), dim=-1)
+        code = ((keys.float() - (centre - half).unsqueeze(1)) / step.unsqueeze(1)).round().clamp(0, 3).to(torch.int32)
+        code = torch.nn.functional.pad(code, (0, self._words * _CHANNELS_PER_WORD - dim))
+        code = code.unflatten(-1, (self._words, _CHANNELS_PER_WORD)) << _shifts(keys.device)
+        packed = code.sum(-1, dtype=torch.int32)  # [n, PART_TOKENS, heads, words]: no two share a bit
+        packed = packed.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+        return torch.cat((box, packed), dim=-1)
+
+    def write(self, keys: Tensor, first: Tensor, store: Tensor, parts: Tensor) -> None:
+        if kernels.take(keys, store) and self.head_dim <= kernels.MOST_DIM and keys.dtype in _COMPILED_KEYS:
+            kernels.two_bit_summaries(keys, first, store, parts, self.dtype)
+        else:
+            super().write(keys, first, store, parts)
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        """``q . key = q . (c - h) + sum_d q_d step_d code_d``: one small product, and one pass over the codes."""
-        # vLLM's CPU worker fails to start where numba was imported before it
-        from oasiskv.core.kernels import code_products
-
-        queries = (queries.float() * scale).contiguous()
-        box, packed = summaries.flatten(1, 2).tensor_split((self._box.part_bytes,), dim=-1)
-        centre, half = self._read_box(box)
-        lowest = torch.bmm(queries, (centre - half).transpose(1, 2))
-        logits = lowest.unsqueeze(-1).repeat(1, 1, 1, PART_TOKENS)
-        packed = packed.contiguous().unflatten(-1, (PART_TOKENS // 4, self.head_dim))
-        code_products(queries.numpy(), (half * (2 / 3)).numpy(), packed.numpy(), logits.numpy())
-        return per_page(logits.flatten(2), summaries.shape[1])
+        keys = self.keys(summaries).flatten(1, 3)
+        return per_page(products(queries.float() * scale, keys), summaries.shape[1])
 
     def keys(self, summaries: Tensor) -> Tensor:
         """Summaries uint8 ``[..., part_bytes]`` -> keys ``[..., PART_TOKENS, D]``, in bfloat16 unless float32."""
-        box, packed = summaries.tensor_split((self._box.part_bytes,), dim=-1)
+        box, packed = summaries.tensor_split((self.coarse.part_bytes,), dim=-1)
         centre, half = self._read_box(box)
-        packed = packed.reshape(*packed.shape[:-1], PART_TOKENS // 4, self.head_dim)
-        code = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-2)
+        words = _view(packed, torch.int32).unflatten(-1, (self._words, PART_TOKENS)).transpose(-1, -2)
+        code = (words.unsqueeze(-1) >> _shifts(words.device)) & 3
+        code = code.flatten(-2)[..., : self.head_dim]
         held = torch.float32 if self.dtype is torch.float32 else torch.bfloat16
         low, step = ((part.to(held).unsqueeze(-2)) for part in (centre - half, half * (2 / 3)))
         return torch.addcmul(low, step, code.to(held))
@@ -247,6 +264,10 @@ def make_scorer(name: str, head_dim: int, dtype: torch.dtype) -> Scorer:
     if name not in SCORERS:
         raise ValueError(f"scorer={name!r} is not allowed: use one of {', '.join(sorted(SCORERS))}")
     return SCORERS[name](head_dim, dtype)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 2 * _CHANNELS_PER_WORD, 2, dtype=torch.int32, device=device)
 
 
 def encoded_bytes(count: int, dtype: torch.dtype) -> int:

@@ -50,6 +50,13 @@ class Settings(BaseModel):
     scorer: Annotated[
         Literal["box", "minmax", "mean", "q2"], Field(description="How a block's relevance is estimated.")
     ] = "q2"
+    refine: Annotated[
+        Literal["all"] | Annotated[float, Field(ge=1)],
+        Field(
+            description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best boxes first, as a "
+            "multiple of the hot slots."
+        ),
+    ] = 2.0
     score_interval: Annotated[
         Auto | Annotated[int, Field(ge=1)],
         Field(description="Steps from one scoring of a layer to its next; `auto`: 4 for `q2`, else 1."),
@@ -122,6 +129,10 @@ class Settings(BaseModel):
         if self.score_interval != "auto":
             return self.score_interval
         return 4 if self.scorer == "q2" else 1
+
+    def refined_pages(self, hot: int) -> int | None:
+        """``refine`` in pages, for ``hot`` slots; None: all."""
+        return None if self.refine == "all" else max(hot, round(self.refine * hot))
 
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, as ``kv_connector_extra_config`` takes them."""

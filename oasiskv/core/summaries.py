@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oasiskv.core.kernels import copy_rows
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import PART_TOKENS
 
@@ -46,15 +47,15 @@ class SummaryWrites:
     """What every layer does with the keys of a step. All int64; empty tensors mean nothing to do.
 
     ``stage_tokens`` [s] of the batch go to ``stage_slots`` [s] (row * block_size + offset). Parts are summarised from
-    the batch, ``bulk_tokens`` [16 n] to ``bulk_parts`` [n], and from the stage, ``staged`` [m] (row * parts + part)
+    the batch, from tokens ``bulk_first`` [n] on to ``bulk_parts`` [n], and from the stage, ``staged_first`` [m]
     to ``staged_parts`` [m]; a destination is block * parts + part.
     """
 
     stage_tokens: Tensor
     stage_slots: Tensor
-    bulk_tokens: Tensor
+    bulk_first: Tensor
     bulk_parts: Tensor
-    staged: Tensor
+    staged_first: Tensor
     staged_parts: Tensor
     rows: int
 
@@ -153,9 +154,8 @@ class SummaryBook:
             low = high = -1
         if high >= 0:
             whole = np.arange(low, high)
-            tokens = np.arange(low * PART_TOKENS, high * PART_TOKENS) - start + request.first_token
             ids = np.asarray(blocks)[low // parts : (high - 1) // parts + 1].astype(np.int64)
-            plan.bulk_tokens.append(tokens)
+            plan.bulk_first.append(whole * PART_TOKENS - start + request.first_token)
             plan.bulk_parts.append(ids[whole // parts - low // parts] * parts + whole % parts)
             loose = [*range(start, low * PART_TOKENS), *range(high * PART_TOKENS, end)]
         else:
@@ -187,7 +187,7 @@ class SummaryBook:
         if row < 0:
             return
         for part in range(int(self.done[block]), target):
-            plan.staged.append(row * self.parts + part)
+            plan.staged_first.append((row * self.parts + part) * PART_TOKENS)
             plan.staged_parts.append(int(block) * self.parts + part)
         self.done[block] = max(int(self.done[block]), target)
 
@@ -241,26 +241,21 @@ class LayerSummaries:
             grown[: self._stage.shape[0]] = self._stage
             self._stage = grown
         if keys is not None and len(writes.stage_tokens):
-            self._stage.flatten(0, 1).index_copy_(
-                0, writes.stage_slots, keys[writes.stage_tokens].to(self._stage.dtype)
-            )
+            stage = self._stage.view(-1, self._stage.shape[2] * self._stage.shape[3])
+            copy_rows(keys.flatten(1), writes.stage_tokens, stage, writes.stage_slots)
         if keys is not None and len(writes.bulk_parts):
-            self._summarise(keys[writes.bulk_tokens].unflatten(0, (-1, PART_TOKENS)), writes.bulk_parts)
-        if len(writes.staged):
-            parts = self._stage.unflatten(1, (self._parts, PART_TOKENS)).flatten(0, 1)
-            self._summarise(parts[writes.staged], writes.staged_parts)
-
-    def _summarise(self, keys: Tensor, parts: Tensor) -> None:
-        self._flat[:, parts] = self.scorer.summarise(keys).transpose(0, 1)
+            self.scorer.write(keys, writes.bulk_first, self._flat, writes.bulk_parts)
+        if len(writes.staged_first):
+            self.scorer.write(self._stage.flatten(0, 1), writes.staged_first, self._flat, writes.staged_parts)
 
 
 class _Plan:
     def __init__(self) -> None:
         self.stage_tokens: list[int] = []
         self.stage_slots: list[int] = []
-        self.bulk_tokens: list[np.ndarray] = []
+        self.bulk_first: list[np.ndarray] = []
         self.bulk_parts: list[np.ndarray] = []
-        self.staged: list[int] = []
+        self.staged_first: list[int] = []
         self.staged_parts: list[int] = []
 
     def build(self, rows: int) -> SummaryWrites:
@@ -273,9 +268,9 @@ class _Plan:
         return SummaryWrites(
             stage_tokens=listed(self.stage_tokens),
             stage_slots=listed(self.stage_slots),
-            bulk_tokens=joined(self.bulk_tokens),
+            bulk_first=joined(self.bulk_first),
             bulk_parts=joined(self.bulk_parts),
-            staged=listed(self.staged),
+            staged_first=listed(self.staged_first),
             staged_parts=listed(self.staged_parts),
             rows=rows,
         )

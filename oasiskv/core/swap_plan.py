@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from oasiskv.core import kernels
+
 EMPTY = -1
 """No block, no slot."""
 
@@ -70,6 +72,21 @@ def plan_swaps(
         step: number of this step.
         rows: int64 ``[R]``: the requests' rows in the residency map; ``0 .. R-1`` if None.
     """
+    requests = scores.shape[0]
+    device = scores.device
+    cap = torch.as_tensor(cap, device=device).expand(requests)
+    width = min(int(cap.max()) if requests else 0, resident.shape[2], scores.shape[2])
+    if rows is None:
+        rows = torch.arange(requests, device=device)
+    decide = kernels.swap_plans if kernels.take(scores, resident, age) else reference
+    incoming, slot, kept, (hits, misses, capped) = decide(scores, resident, age, hot_of, sinks, cap, width)
+    return SwapPlan(rows, incoming, slot, kept, step, hits, misses, capped)
+
+
+def reference(
+    scores: Tensor, resident: Tensor, age: Tensor, hot_of: Tensor, sinks: int, cap: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, int, int]]:
+    """The decisions of :func:`plan_swaps` in torch, on any device; as :func:`oasiskv.core.kernels.swap_plans`."""
     requests, heads, columns = scores.shape
     hot = resident.shape[2]
     device = scores.device
@@ -87,19 +104,13 @@ def plan_swaps(
 
     missing = chosen & ~is_resident.gather(2, top)
     rank = missing.cumsum(2) - 1
-    cap = torch.as_tensor(cap, device=device).expand(requests)
     taken = missing & (rank < cap.view(-1, 1, 1))
-    width = min(int(cap.max()) if requests else 0, top.shape[2])
-
     incoming = torch.full((requests, heads, width + 1), EMPTY, dtype=torch.int32, device=device)
     incoming.scatter_(2, torch.where(taken, rank, width), torch.where(taken, top + sinks, EMPTY).int())
     incoming = incoming[..., :width].contiguous()
     slot = torch.where(incoming != EMPTY, _victims(resident, age, kept, owned)[..., :width], EMPTY).int()
-
-    if rows is None:
-        rows = torch.arange(requests, device=device)
     counts = torch.stack((kept.sum(), missing.sum(), (missing & ~taken).sum())).tolist()
-    return SwapPlan(rows, incoming, slot, kept, step, hits=counts[0], misses=counts[1], capped=counts[2])
+    return incoming, slot, kept, (counts[0], counts[1], counts[2])
 
 
 def first_set(scores: Tensor, hot_of: Tensor, sinks: int, hot: int | None = None) -> Tensor:

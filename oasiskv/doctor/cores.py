@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
+from oasiskv.core.kernels import ISAS
 from oasiskv.doctor.finding import Finding, Level
 from oasiskv.doctor.fresh import Answers, ProbeError
 
@@ -72,10 +73,14 @@ def kernels(answers: Answers) -> Finding:
     try:
         facts = answers["kernels"]
     except ProbeError as error:
-        fix = "NUMBA_CACHE_DIR=FOLDER, one that can be written" if "locator" in str(error) else "install numba again"
+        fix = "pip install --force-reinstall oasiskv numba"
         return Finding(TOPIC, Level.ERROR, f"compiled kernels do not run: {error}", fix)
     layers = ", ".join(facts["layers"]) or "none"
-    text = f"compiled kernels run (numba {facts['numba']}; threading layers: {layers}, set: {facts['chosen']})"
+    numba = f"numba {facts['numba']}; threading layers: {layers}, set: {facts['chosen']}"
+    if facts["isa"] < 0:
+        text = f"there are no compiled kernels, torch scores and plans instead, many times slower ({numba})"
+        return Finding(TOPIC, Level.WARNING, text, "install g++ and OasisKV again; leave OASISKV_KERNELS unset")
+    text = f"compiled kernels run, for {ISAS[facts['isa']]} ({numba})"
     if not facts["layers"]:
         return Finding(TOPIC, Level.WARNING, text, "pip install --force-reinstall numba; ngram drafts need a layer")
     return Finding(TOPIC, Level.OK, text)

@@ -79,17 +79,18 @@ def _imported(package: str) -> Facts:
 
 
 def _kernels() -> Facts:
-    """Compile and call our kernel; which threading layers numba has for the parallel kernels of others."""
+    """Call our compiled kernels; which threading layers numba has for the parallel kernels of vLLM."""
     import numba
-    import numpy as np
+    import torch
 
-    from oasiskv.core.kernels import code_products
+    from oasiskv.core import kernels
 
-    out = np.zeros((1, 1, 1, 4), dtype=np.float32)
-    packed = np.full((1, 1, 1, 2), 0b11100100, dtype=np.uint8)
-    code_products(np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32), packed, out)
-    if out.ravel().tolist() != [0, 2, 4, 6]:
-        raise RuntimeError(f"the compiled kernel is wrong: {out.ravel().tolist()} instead of [0, 2, 4, 6]")
+    isa = kernels.best_isa()
+    if isa >= 0:
+        source, target = torch.arange(12).view(4, 3), torch.zeros(2, 3, dtype=torch.int64)
+        kernels.copy_rows(source, torch.tensor([3, 1]), target, torch.tensor([0, 1]))
+        if target.tolist() != [[9, 10, 11], [3, 4, 5]]:
+            raise RuntimeError(f"the compiled kernels are wrong: {target.tolist()} instead of rows 3 and 1")
     layers = []
     for layer, module in {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}.items():
         try:
@@ -97,7 +98,7 @@ def _kernels() -> Facts:
         except ImportError:
             continue
         layers.append(layer)
-    return {"numba": numba.__version__, "layers": layers, "chosen": numba.config.THREADING_LAYER}
+    return {"isa": isa, "numba": numba.__version__, "layers": layers, "chosen": numba.config.THREADING_LAYER}
 
 
 def error_text(error: BaseException) -> str:

@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from oasiskv.core.geometry import blocks_for
-from oasiskv.core.merge import merge_heads, merge_scores, read_on
+from oasiskv.core.merge import merge_heads
+from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.predictor import query_rows
 from oasiskv.core.residency import ResidencyMap
 from oasiskv.core.scorers import make_scorer
@@ -183,18 +184,21 @@ class CoverageStudy:
 
     def _scores(self, layer: int, grouped: Tensor, middle: int, scale: float, loops: Sequence[int]) -> Tensor:
         """Queries ``[B, Hkv, G, rows, D]`` -> merged scores ``[loops, Hkv, middle]``."""
-        candidates = slice(self.geometry.sinks, self.geometry.sinks + middle)
-        valid = torch.ones(1, middle, dtype=torch.bool)
+        first = self.geometry.sinks
         scores = []
         for i in loops:
             settings = self._loops[i].settings
             rows = list(query_rows(grouped.shape[3], 1, settings.predictor)) if grouped.shape[3] > 1 else [0]
-            query = grouped[self._source[i]][:, :, rows].transpose(1, 2)  # [Hkv, rows, G, D]
-            units = self._scorers[i].score(query.flatten(1, 2), self._summaries[layer][i][:, candidates], scale)
-            method = settings.group_merge
-            merged = merge_scores(units.unflatten(1, query.shape[1:3]).unsqueeze(0), valid, method)
-            if method.startswith("softmax"):
-                merged = read_on(merged)
+            queries = grouped[self._source[i]].flatten(0, 1).transpose(0, 1)  # [rows, query heads, D]
+            candidates = Candidates(
+                index=torch.arange(first, first + middle).view(1, -1),
+                counts=torch.tensor([middle]),
+                rows=torch.tensor([[rows[0], rows[-1]]]),
+                row_counts=torch.tensor([[True, len(rows) > 1]]),
+            )
+            method, store = settings.group_merge, self._summaries[layer][i]
+            refine = settings.refined_pages(int(self.residency.hot_of[self._slots[i]]))
+            merged = page_scores(self._scorers[i], queries.contiguous(), store, candidates, scale, method, refine)
             if settings.granularity == "layer":
                 merged = merge_heads(merged, method).expand(-1, grouped.shape[1], -1)
             scores.append(merged)

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oasiskv.core.kernels import copy_rows
+from oasiskv.core.residency import PageMoves
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -84,9 +87,9 @@ class HostArena:
         """Copy whole blocks ``device`` int64 [n] of ``device_pages`` (see :func:`as_pages`) to the blocks ``host``
         [n]."""
         heads = torch.arange(self.layers[layer].heads)
-        pages = device_pages.index_select(0, (device.view(-1, 1) * len(heads) + heads).view(-1))
+        source = (device.view(-1, 1) * len(heads) + heads).view(-1)
         arena = self._pages[self.layers[layer].page_bytes]
-        arena.index_copy_(0, self._rows(layer, host.view(-1, 1), heads).view(-1), pages)
+        copy_rows(device_pages, source, arena, self._rows(layer, host.view(-1, 1), heads).view(-1))
 
     def load(self, layer: int, host: Tensor, head: Tensor | None, device_pages: Tensor, device: Tensor) -> None:
         """Copy pages of the blocks ``host`` int64 [n] to the blocks ``device`` [n]: KV head ``head`` [n], or all
@@ -96,7 +99,24 @@ class HostArena:
             head = torch.arange(heads).repeat(len(host))
             host, device = host.repeat_interleave(heads), device.repeat_interleave(heads)
         arena = self._pages[self.layers[layer].page_bytes]
-        device_pages.index_copy_(0, device * heads + head, arena.index_select(0, self._rows(layer, host, head)))
+        copy_rows(arena, self._rows(layer, host, head), device_pages, device * heads + head)
+
+    def moves(
+        self, layer: int, index: Tensor, hot: Tensor, sinks: int, device_pages: Tensor, per_head: bool
+    ) -> PageMoves:
+        """What brings pages of the host blocks ``index`` [R, M] into the slots ``hot`` [R, H]; see there."""
+        shape = self.layers[layer]
+        return PageMoves(
+            index=index,
+            hot=hot,
+            sinks=sinks,
+            host=self._pages[shape.page_bytes],
+            host_stride=self._counts[shape.page_bytes],
+            host_first=self._first[layer],
+            device=device_pages,
+            device_stride=shape.heads,
+            page_heads=None if per_head else shape.heads,
+        )
 
     def store_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
         """Copy the summaries of the blocks ``device`` [n] of a store like ours to the blocks ``host`` [n]."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oasiskv.core.page_scores import Candidates
 from oasiskv.core.predictor import query_rows_batch
 from oasiskv.core.summaries import SummaryWrites, Written
 from oasiskv.vllm_plugin.metadata import State
@@ -80,9 +81,7 @@ class ScoreGroup:
     """Requests scored together: same summaries, same kind of result.
 
     ``members`` are their rows in the residency map, with the step in which each got it.
-    ``index`` int64 ``[R, M]`` rows of the store for each candidate (0 where not ``valid``), ``hot`` int64 ``[R, H]``
-    device blocks of the hot slots (bounded only), ``queries`` int64 ``[R, 2]`` tokens of the step, ``weight`` bool
-    ``[R, 2]``: which of them count.
+    ``hot`` int64 ``[R, H]``: device blocks of the hot slots (bounded only).
     """
 
     on_host: bool
@@ -92,10 +91,7 @@ class ScoreGroup:
     hot_of: Tensor
     cap: Tensor
     hot: Tensor
-    index: Tensor
-    valid: Tensor
-    queries: Tensor
-    weight: Tensor
+    candidates: Candidates
 
 
 @dataclass
@@ -321,10 +317,12 @@ def _score_groups(
                 hot_of=torch.tensor([held.hot_count for _, held in members]),
                 cap=torch.tensor([worker.cap_of(held) for _, held in members]),
                 hot=torch.from_numpy(hot),
-                index=torch.from_numpy(index),
-                valid=torch.arange(most) < torch.tensor(counts).view(-1, 1),
-                queries=first.view(-1, 1) + offsets,
-                weight=weight,
+                candidates=Candidates(
+                    index=torch.from_numpy(index),
+                    counts=torch.tensor(counts),
+                    rows=first.view(-1, 1) + offsets,
+                    row_counts=weight,
+                ),
             )
         )
     return groups

@@ -20,10 +20,10 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from oasiskv.core.link_budget import pages_per_step
-from oasiskv.core.merge import merge_heads, merge_scores, read_on
+from oasiskv.core.merge import merge_heads
+from oasiskv.core.page_scores import page_scores
 from oasiskv.core.pipeline import Pipeline, make_pipeline
-from oasiskv.core.residency import ResidencyMap
-from oasiskv.core.scorers import Scorer
+from oasiskv.core.residency import PageMoves, ResidencyMap
 from oasiskv.core.settings import Settings, SettingsError
 from oasiskv.core.summaries import LayerSummaries, StagedTail, SummaryBook, SummaryWrites, Written
 from oasiskv.core.swap_plan import EMPTY, SwapPlan, first_set, plan_swaps
@@ -356,15 +356,17 @@ class Worker:
         step, sinks, merge = self.step, self.geometry.sinks, self.settings.group_merge
         scorer, heads = self.scorers[layer], self.map.heads
         per_head = self.layout.layers[layer].shape.heads == heads
-        inputs = [(g, query[g.queries], self.map.of(layer, g.rows)) for g in groups]
+        inputs = [(g, self.map.of(layer, g.rows)) for g in groups]
         stores = (self.summaries[layer].store, self.arena.summaries[layer])
+        refine = self.settings.refined_pages(self.map.hot)
+        if self.pipeline.is_async:
+            query = query.clone()  # the layer's buffer is used again while the job runs
 
         def run() -> list[Outcome]:
             outcomes = []
-            for group, q, (resident, age, hot_of) in inputs:
-                scores = score(scorer, q, stores[group.on_host], group, scale, merge)
-                if merge.startswith("softmax"):
-                    scores = read_on(scores)
+            for group, (resident, age, hot_of) in inputs:
+                store = stores[group.on_host]
+                scores = page_scores(scorer, query, store, group.candidates, scale, merge, refine)
                 if not per_head:
                     scores = merge_heads(scores, merge).expand(-1, heads, -1)
                 if group.seeds:
@@ -396,32 +398,37 @@ class Worker:
             if outcome.blocks is not None:
                 self.map.seed(layer, group.rows[alive], outcome.blocks[alive], self.step)
             elif outcome.plan is not None:
-                plan, index, hot = outcome.plan, group.index, group.hot
+                plan, moves = outcome.plan, self._moves(layer, group) if group.on_host else None
                 if not all(lives):
-                    plan, index, hot = plan.only(alive), index[alive], hot[alive]
-                if group.on_host:
-                    self._fetch(layer, plan, index, hot)
-                self.map.apply(layer, plan)
+                    plan, moves = plan.only(alive), moves and moves.only(alive)
+                if moves is not None:
+                    self._count_fetched(layer, int((plan.incoming != EMPTY).sum()), moves.page_heads)
+                self.map.apply(layer, plan, moves)
                 if counts and not self.layout.layers[layer].is_draft:
                     self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
 
-    def _fetch(self, layer: int, plan: SwapPlan, index: Tensor, hot: Tensor) -> None:
-        """Copy the plan's pages into their slots: host blocks ``index`` [R, M] of the candidates, device blocks
-        ``hot``."""
-        request, head, swap = (plan.incoming != EMPTY).nonzero(as_tuple=True)
-        if len(request):
-            source = index[request, plan.incoming[request, head, swap].long() - self.geometry.sinks]
-            target = hot[request, plan.slot[request, head, swap].long()]
-            self._load(layer, source, head, target)
+    def _moves(self, layer: int, group: ScoreGroup) -> PageMoves:
+        return self.arena.moves(
+            layer, group.candidates.index, group.hot, self.geometry.sinks, self.pages[layer], self._per_head(layer)
+        )
+
+    def _per_head(self, layer: int) -> bool:
+        """Whether each KV head of the layer has a set of its own (a drafter with other heads than the target has one
+        set for all of them)."""
+        return self.map.heads > 1 and self.layout.layers[layer].shape.heads == self.map.heads
+
+    def _count_fetched(self, layer: int, swaps: int, page_heads: int | None) -> None:
+        pages = swaps if page_heads is None else swaps // self.map.heads * page_heads
+        self.stats.add(pages_fetched=pages, bytes_fetched=pages * self.layout.layers[layer].shape.page_bytes)
 
     def _load(self, layer: int, host: Tensor, head: Tensor, device: Tensor) -> None:
-        shape = self.layout.layers[layer].shape
-        per_head = self.map.heads > 1 and shape.heads == self.map.heads
-        if not per_head and self.map.heads > 1:  # a drafter with other heads than the target: one set for all of them
-            host, device = host[head == 0], device[head == 0]
-        self.arena.load(layer, host, head if per_head else None, self.pages[layer], device)
-        pages = len(host) * (1 if per_head else shape.heads)
-        self.stats.add(pages_fetched=pages, bytes_fetched=pages * shape.page_bytes)
+        if self._per_head(layer):
+            self.arena.load(layer, host, head, self.pages[layer], device)
+            self._count_fetched(layer, len(host), None)
+        else:
+            one = head == 0
+            self.arena.load(layer, host[one], None, self.pages[layer], device[one])
+            self._count_fetched(layer, len(host), self.layout.layers[layer].shape.heads)
 
     # -- the rest
 
@@ -452,25 +459,3 @@ class Worker:
         for book in self.books:
             book.blocks.check_integrity()
         assert set(self._born) == set(windows), "rows and requests differ"
-
-
-def score(scorer: Scorer, queries: Tensor, store: Tensor, group: ScoreGroup, scale: float, merge: str) -> Tensor:
-    """Scores ``[R, KV heads, M]`` of a group's candidates.
-
-    Args:
-        queries: ``[R, 2, query heads, D]``, after RoPE.
-        store: uint8 ``[KV heads, blocks, parts, part_bytes]``.
-    """
-    heads, _, parts, part_bytes = store.shape
-    weight = group.weight
-    if not bool(weight[:, 1].any()):  # nobody has a draft
-        queries, weight = queries[:, :1], None
-    requests, rows, query_heads, dim = queries.shape
-    candidates = group.index.shape[1]
-    wide = store.view(heads, -1, parts * part_bytes).view(torch.int32)  # whole rows of words: 30 times as fast as bytes
-    picked = wide.index_select(1, group.index.view(-1)).view(torch.uint8)
-    picked = picked.view(heads * requests, candidates, parts, part_bytes)
-    grouped = queries.view(requests, rows, heads, query_heads // heads, dim).permute(2, 0, 1, 3, 4)
-    grouped = grouped.reshape(heads * requests, -1, dim)
-    units = scorer.estimate(grouped, picked, scale).unflatten(1, (rows, -1)).unflatten(0, (heads, requests))
-    return merge_scores(units.transpose(0, 1), group.valid, merge, weight)

@@ -42,12 +42,15 @@ def test_no_free_core_is_a_warning_where_there_are_enough() -> None:
 
 
 def test_kernels_that_do_not_run_are_an_error() -> None:
-    facts = {"numba": "0.65.0", "chosen": "default"}
+    facts = {"isa": 2, "numba": "0.65.0", "chosen": "default"}
     assert cores.kernels(answering("kernels", **facts, layers=["omp"])).level is OK
     assert cores.kernels(answering("kernels", **facts, layers=[])).level is WARNING
-    found = cores.kernels(failing("kernels", "RuntimeError: cannot cache function 'f': no locator available"))
+    missing = cores.kernels(answering("kernels", **{**facts, "isa": -1}, layers=["omp"]))
+    assert missing.level is WARNING
+    assert "g++" in missing.fix
+    found = cores.kernels(failing("kernels", "RuntimeError: the compiled kernels are wrong"))
     assert found.level is ERROR
-    assert "NUMBA_CACHE_DIR" in found.fix
+    assert "reinstall" in found.fix
 
 
 def test_what_vllm_would_like_preloaded_is_only_a_hint() -> None:

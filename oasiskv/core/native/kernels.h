@@ -1,0 +1,84 @@
+// What the compiled kernels take. Everything is row-major and contiguous unless a stride is given. Formats and sizes are
+// checked by the caller (../kernels.py), indices here: a kernel answers 0 if one of them is out of range.
+#pragma once
+
+#include <cstdint>
+
+constexpr int kMostDim = 512;
+constexpr int32_t kEmpty = -1;  // no block, no slot
+
+inline bool in_range(int64_t i, int64_t count) { return 0 <= i && i < count; }
+
+enum NumberFormat : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+struct TwoBitScores {
+    const uint8_t* store;  // [heads, blocks, parts, part_bytes]
+    int64_t head_stride, blocks, parts, part_bytes, box_format;
+    const int64_t* index;   // [requests, columns]: block of each candidate
+    const int64_t* counts;  // [requests]: candidates, the first columns
+    int64_t requests, columns;
+    const void* queries;  // [tokens, heads * group, dim], `token_stride` numbers from one token to the next
+    int64_t query_format, tokens, token_stride;
+    const int64_t* rows;        // [requests, 2]: tokens whose queries speak for the request
+    const uint8_t* row_counts;  // [requests, 2]: whether they do
+    int64_t heads, group, dim;
+    float scale;
+    float read_on;   // share of a page's mass that is handed to the next page
+    int64_t refine;  // pages whose codes are read
+    float* out;      // [requests, heads, columns]: shares of mass, summed over queries; -inf beyond `counts`
+    int64_t isa;     // instruction set, see kernels.cpp
+};
+
+struct SwapPlans {
+    const float* scores;  // [requests, heads, columns]
+    int64_t requests, heads, columns;
+    const int32_t* resident;  // [requests, heads, slots]
+    const int32_t* age;       // [requests, heads, slots]
+    int64_t slots;
+    const int64_t* hot_of;  // [requests]
+    int64_t sinks;
+    const int64_t* cap;  // [requests]
+    int64_t width;
+    int32_t* incoming;  // [requests, heads, width]
+    int32_t* target;    // [requests, heads, width]
+    uint8_t* kept;      // [requests, heads, slots]
+    int64_t* counts;    // [requests, heads, 3]: kept, missing, left out because of the cap
+};
+
+struct CopyRows {
+    const uint8_t* source;
+    const int64_t* source_rows;
+    int64_t source_count;
+    uint8_t* target;
+    const int64_t* target_rows;
+    int64_t target_count, count, row_bytes, source_stride, target_stride;  // strides in bytes
+};
+
+struct EnterSwaps {
+    const int64_t* rows;  // [requests]: rows of the residency map
+    int64_t requests, heads, slots, width;
+    const int32_t* incoming;  // [requests, heads, width]
+    const int32_t* target;    // [requests, heads, width]
+    const uint8_t* kept;      // [requests, heads, slots]
+    int32_t* block;           // [map rows, heads, slots]
+    int32_t* age;             // [map rows, heads, slots]
+    int64_t map_rows, step, copies;
+    // What follows counts if `copies` is set. A set of slots is that of one KV head, or (`page_heads`) of so many.
+    int64_t page_heads, sinks, columns;
+    const int64_t* index;  // [requests, columns]: host block of each candidate
+    const int64_t* hot;    // [requests, slots]: device block of each slot
+    const uint8_t* host;   // [host_rows, row_bytes]
+    int64_t host_rows, host_stride, host_first;  // row of block b and KV head h: host_stride * b + host_first + h
+    uint8_t* device;                             // [device_rows, row_bytes]
+    int64_t device_rows, device_stride, row_bytes;
+};
+
+struct TwoBitSummaries {
+    const void* keys;  // [tokens, heads, dim], `token_stride` numbers from one token to the next
+    int64_t format, token_stride, tokens;
+    const int64_t* first;  // [count]: first token of each part
+    const int64_t* parts;  // [count]: where its summary goes
+    int64_t count, heads, dim;
+    uint8_t* store;  // [heads, all_parts, part_bytes]
+    int64_t head_stride, all_parts, part_bytes, box_format;
+};

@@ -1,0 +1,66 @@
+// Sixteen floats at a time, in GCC's portable vectors: the compiler maps them to what the machine has.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace OASIS_ISA {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
+inline Floats all(float value) { return value - Floats{}; }
+
+inline Floats load_bfloat16(const uint16_t* from) {
+    const Halves halves = *reinterpret_cast<const Halves*>(from);
+    const Ints bits = __builtin_convertvector(halves, Ints) << 16;
+    return reinterpret_cast<const Floats&>(bits);
+}
+
+inline Floats load_int8(const int8_t* from) {
+    return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Floats);
+}
+
+// The sums of the lanes of N vectors, N = 4 or 8, in a third of the shuffles that N single sums would take.
+template <int N>
+inline void sums(const Floats* v, float* out) {
+    typedef float Half __attribute__((vector_size(32)));
+    Half h[N];
+    for (int i = 0; i < N; ++i)
+        h[i] = __builtin_shufflevector(v[i], v[i], 0, 1, 2, 3, 4, 5, 6, 7) +
+               __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15);
+    Half pairs[N / 2];
+    for (int i = 0; i < N / 2; ++i)  // lanes of h[2i] and h[2i + 1] in turn
+        pairs[i] = __builtin_shufflevector(h[2 * i], h[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   __builtin_shufflevector(h[2 * i], h[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < N / 4; ++i) {
+        const Half f = __builtin_shufflevector(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                       __builtin_shufflevector(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+        for (int k = 0; k < 4; ++k) out[4 * i + k] = f[k] + f[k + 4];
+    }
+}
+
+// exp(x) to 1e-5 of itself for x in [-87, 87]; smaller and larger x are taken as these.
+inline Floats exponential(Floats x) {
+    x = x < -87.0f ? all(-87.0f) : x;
+    x = x > 87.0f ? all(87.0f) : x;
+    const float magic = 12582912.0f;  // 1.5 x 2^23: a number added to it is rounded to a whole one
+    const Floats shifted = x * 1.44269504f + magic;
+    const Floats r = x * 1.44269504f - (shifted - magic);
+    Floats p = all(0.00961813f);  // 2^r for r in [-0.5, 0.5]
+    p = p * r + 0.05550411f;
+    p = p * r + 0.24022651f;
+    p = p * r + 0.69314718f;
+    p = p * r + 1.0f;
+    const Ints bits = reinterpret_cast<const Ints&>(p) + (reinterpret_cast<const Ints&>(shifted) << 23);
+    return reinterpret_cast<const Floats&>(bits);
+}
+
+}  // namespace OASIS_ISA

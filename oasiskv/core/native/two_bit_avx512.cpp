@@ -1,0 +1,6 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#define OASIS_ISA avx512
+#define OASIS_BFLOAT16_PRODUCTS
+#include "two_bit_scores.h"
+#endif

@@ -1,0 +1,393 @@
+// Scores of pages from their two-bit summaries (see TwoBitScorer in ../scorers.py, which says what the bytes are).
+//
+//   box of each part   centre c [dim] and half-width h [dim], in one of three number formats
+//   codes of each part uint32 [ceil(dim / 16)][16 tokens]: bits 2k and 2k + 1 of word (g, t) hold channel 16 g + k
+//
+// One unit of work is one request and KV head. First every part is estimated from its box alone; then the tokens of the
+// best `refine` pages are read from their codes. A query's estimates are scaled to what the codes say where both are
+// known, so that the two kinds add up to one distribution.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+#include "lanes.h"
+
+#ifdef OASIS_BFLOAT16_PRODUCTS
+#include <immintrin.h>
+#endif
+
+namespace OASIS_ISA {
+
+constexpr int kTokens = 16;  // of a part
+
+// One request and KV head after another. `Wide` is the head dimension rounded up to whole vectors.
+template <int64_t Wide>
+class Unit {
+  public:
+    explicit Unit(const TwoBitScores& a)
+        : a_(a),
+          box_bytes_(a.box_format == kFloat32   ? 8 * a.dim
+                     : a.box_format == kBFloat16 ? 4 * a.dim
+                                                 : 4 + 2 * a.dim),
+          groups_((a.dim + kLanes - 1) / kLanes),
+          whole_(a.dim == Wide) {}
+
+    void run(int64_t request, int64_t head) {
+        const int64_t pages = a_.counts[request];
+        float* out = a_.out + (request * a_.heads + head) * a_.columns;
+        std::fill(out + pages, out + a_.columns, -INFINITY);
+        if (pages == 0) return;
+        first_ = a_.store + head * a_.head_stride;
+        index_ = a_.index + request * a_.columns;
+        read_queries(request, head);
+        estimate_boxes(pages);
+        if (a_.refine < pages)
+            choose(pages);
+        else {
+            chosen_.resize(pages);
+            for (int64_t m = 0; m < pages; ++m) chosen_[m] = static_cast<int32_t>(m);
+        }
+        refine(pages, out);
+    }
+
+  private:
+    const uint8_t* part(int64_t page, int64_t p) const {
+        return first_ + (index_[page] * a_.parts + p) * a_.part_bytes;
+    }
+
+    // The query heads of this KV head, in each row that counts, times the softmax scale; and zeros up to a multiple of 4.
+    void read_queries(int64_t request, int64_t head) {
+        queries_.clear();
+        count_ = 0;
+        for (int row = 0; row < 2; ++row) {
+            if (!a_.row_counts[2 * request + row]) continue;
+            const int64_t token = a_.rows[2 * request + row];
+            for (int64_t g = 0; g < a_.group; ++g, ++count_) {
+                const int64_t at = token * a_.token_stride + (head * a_.group + g) * a_.dim;
+                for (int64_t d = 0; d < Wide; ++d) {
+                    float value = 0;
+                    if (d < a_.dim && a_.query_format == kFloat32)
+                        value = static_cast<const float*>(a_.queries)[at + d];
+                    else if (d < a_.dim) {
+                        const uint32_t bits = static_cast<const uint16_t*>(a_.queries)[at + d] << 16;
+                        std::memcpy(&value, &bits, 4);
+                    }
+                    queries_.push_back(value * a_.scale);
+                }
+            }
+        }
+        padded_ = (count_ + 3) / 4 * 4;
+        queries_.resize(padded_ * Wide, 0.0f);
+        read_reaches();
+    }
+
+    // Centre and half-width of a part as floats, zero beyond `dim`.
+    void read_box(const uint8_t* part) {
+        if (a_.box_format == kBFloat16 && whole_) {
+            const uint16_t* from = reinterpret_cast<const uint16_t*>(part);
+            for (int64_t d = 0; d < Wide; d += kLanes) {
+                store(centre_ + d, load_bfloat16(from + d));
+                store(half_ + d, load_bfloat16(from + Wide + d));
+            }
+            return;
+        }
+        float scale = 1;
+        if (a_.box_format == kInt8) std::memcpy(&scale, part, 4);
+        for (int64_t d = 0; d < Wide; ++d) {
+            centre_[d] = d < a_.dim ? scale * box_number(part, d) : 0.0f;
+            half_[d] = d < a_.dim ? scale * box_number(part, a_.dim + d) : 0.0f;
+        }
+    }
+
+    float box_number(const uint8_t* part, int64_t i) const {
+        float value;
+        if (a_.box_format == kInt8) return static_cast<float>(static_cast<int8_t>(part[4 + i]));
+        if (a_.box_format == kFloat32) {
+            std::memcpy(&value, part + 4 * i, 4);
+            return value;
+        }
+        uint16_t upper;
+        std::memcpy(&upper, part + 2 * i, 2);
+        const uint32_t bits = static_cast<uint32_t>(upper) << 16;
+        std::memcpy(&value, &bits, 4);
+        return value;
+    }
+
+    // mass_[q][page]: exp of the box estimates, less the query's largest (offset_[q]); total over a page's parts.
+    void estimate_boxes(int64_t pages) {
+        const int64_t parts = a_.parts, all_parts = pages * parts;
+        const int64_t stride = (all_parts + kLanes - 1) / kLanes * kLanes;
+        estimate_.resize(padded_ * stride);
+        for (int64_t i = 0; i < all_parts; ++i) {
+            const int64_t ahead = std::min(i + kAhead, all_parts - 1);
+            const uint8_t* next = part(ahead / parts, ahead % parts);
+            for (int64_t b = 0; b < box_bytes_; b += 64) __builtin_prefetch(next + b);
+            open_box(part(i / parts, i % parts));
+            float* estimates = estimate_.data() + i;
+            int64_t q = 0;
+            for (; q + 8 <= padded_; q += 8) estimate_box<8>(q, estimates, stride);
+            if (q < padded_) estimate_box<4>(q, estimates, stride);
+        }
+        mass_.assign(count_ * pages, 0.0f);
+        offset_.assign(padded_, 0.0f);
+        boxes_.resize(count_);
+        for (int64_t q = 0; q < count_; ++q) {
+            float* estimates = estimate_.data() + q * stride;
+            offset_[q] = *std::max_element(estimates, estimates + all_parts);
+            std::fill(estimates + all_parts, estimates + stride, -INFINITY);
+            for (int64_t i = 0; i < stride; i += kLanes)
+                store(estimates + i, exponential(load(estimates + i) - offset_[q]));
+            float total = 0;
+            for (int64_t m = 0; m < pages; ++m) {
+                float page = 0;
+                for (int64_t p = 0; p < parts; ++p) page += estimates[m * parts + p];
+                mass_[q * pages + m] = page;
+                total += page;
+            }
+            boxes_[q] = total;
+        }
+    }
+
+    // The pages whose boxes promise the largest shares of mass, all queries together.
+    void choose(int64_t pages) {
+        share_.assign(pages, 0.0f);
+        for (int64_t q = 0; q < count_; ++q)
+            for (int64_t m = 0; m < pages; ++m) share_[m] += mass_[q * pages + m] / boxes_[q];
+        order_.resize(pages);
+        for (int64_t m = 0; m < pages; ++m) order_[m] = static_cast<int32_t>(m);
+        std::nth_element(order_.begin(), order_.begin() + a_.refine, order_.end(), [this](int32_t x, int32_t y) {
+            return share_[x] != share_[y] ? share_[x] > share_[y] : x < y;
+        });
+        chosen_.assign(order_.begin(), order_.begin() + a_.refine);
+        std::sort(chosen_.begin(), chosen_.end());
+    }
+
+    void refine(int64_t pages, float* out) {
+        fine_.assign(padded_ * chosen_.size(), 0.0f);
+        const int64_t all_parts = static_cast<int64_t>(chosen_.size()) * a_.parts;
+        for (int64_t i = 0; i < all_parts; ++i) {
+            const int64_t ahead = std::min(i + kAhead, all_parts - 1);
+            const uint8_t* next = part(chosen_[ahead / a_.parts], ahead % a_.parts);
+            for (int64_t b = 0; b < a_.part_bytes; b += 64) __builtin_prefetch(next + b);
+            read_part(part(chosen_[i / a_.parts], i % a_.parts), fine_.data() + i / a_.parts);
+        }
+        std::fill(out, out + pages, 0.0f);
+        for (int64_t q = 0; q < count_; ++q) {
+            const float* fine = fine_.data() + q * chosen_.size();
+            float* mass = mass_.data() + q * pages;
+            float known = 0, promised = 0;
+            for (size_t k = 0; k < chosen_.size(); ++k) {
+                known += fine[k];
+                promised += mass[chosen_[k]];
+            }
+            const float scale = promised > 0 ? known / promised : 0;
+            const float total = known + scale * std::max(0.0f, boxes_[q] - promised);
+            if (!(total > 0)) continue;
+            for (size_t k = 0; k < chosen_.size(); ++k) mass[chosen_[k]] = fine[k] / scale;
+            for (int64_t m = 0; m < pages; ++m) out[m] += mass[m] * (scale / total);
+        }
+        for (int64_t m = pages - 1; m > 0; --m) out[m] += a_.read_on * out[m - 1];
+    }
+
+    // Add the exp of the tokens' logits, less the query's offset, to fine[q * chosen pages].
+    void read_part(const uint8_t* part, float* fine) {
+        read_box(part);
+        for (int64_t d = 0; d < Wide; d += kLanes) {
+            const Floats half = load(half_ + d);
+            store(centre_ + d, load(centre_ + d) - half);   // now the lowest key
+            store(half_ + d, half * (2.0f / 3.0f));         // now the size of a code's step
+        }
+        unpack(part + box_bytes_);
+        int64_t q = 0;
+        for (; q + 8 <= padded_; q += 8) read_tokens<8>(q, fine);
+        if (q < padded_) read_tokens<4>(q, fine);
+    }
+
+    template <int N>
+    void read_tokens(int64_t q, float* fine) {
+        const float* queries = queries_.data() + q * Wide;
+        Floats lowest[N] = {}, logits[N] = {};
+        for (int64_t d = 0; d < Wide; d += kLanes) {
+            const Floats low = load(centre_ + d), step = load(half_ + d);
+            for (int n = 0; n < N; ++n) {
+                const Floats values = load(queries + n * Wide + d);
+                lowest[n] += values * low;
+                weigh(values * step, n, d);
+            }
+        }
+        float found[N];
+        sums<N>(lowest, found);
+        products<N>(logits);
+        for (int n = 0; n < N; ++n) logits[n] = exponential(logits[n] + (found[n] - offset_[q + n]));
+        sums<N>(logits, found);
+        for (int n = 0; n < N; ++n) fine[(q + n) * static_cast<int64_t>(chosen_.size())] += found[n];
+    }
+
+#ifdef OASIS_BFLOAT16_PRODUCTS
+    // Each query, and half its absolute values, in bfloat16: [query][2][Wide].
+    void read_reaches() {
+        short_.resize(padded_ * 2 * Wide);
+        for (int64_t q = 0; q < padded_; ++q)
+            for (int64_t d = 0; d < Wide; d += kLanes) {
+                const Floats values = load(queries_.data() + q * Wide + d);
+                shorten(values, short_.data() + 2 * q * Wide + d);
+                shorten(0.5f * (values < 0 ? -values : values), short_.data() + (2 * q + 1) * Wide + d);
+            }
+    }
+
+    static void shorten(Floats values, uint16_t* to) {
+        const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(values));
+        std::memcpy(to, &rounded, 32);
+    }
+
+    // The part's box in bfloat16, where it lies or in a copy: [2][Wide].
+    void open_box(const uint8_t* part) {
+        box_ = reinterpret_cast<const uint16_t*>(part);
+        if (a_.box_format == kBFloat16 && whole_) return;
+        read_box(part);
+        for (int64_t d = 0; d < Wide; d += kLanes) {
+            shorten(load(centre_ + d), box_copy_ + d);
+            shorten(load(half_ + d), box_copy_ + Wide + d);
+        }
+        box_ = box_copy_;
+    }
+
+    template <int N>
+    void estimate_box(int64_t q, float* estimates, int64_t stride) {
+        const uint16_t* queries = short_.data() + 2 * q * Wide;
+        __m512 total[N];
+        for (int n = 0; n < N; ++n) total[n] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < 2 * Wide; d += 2 * kLanes) {
+            const __m512i box = _mm512_loadu_si512(box_ + d);
+            for (int n = 0; n < N; ++n)
+                total[n] = _mm512_dpbf16_ps(total[n], (__m512bh)box,
+                                            (__m512bh)_mm512_loadu_si512(queries + 2 * n * Wide + d));
+        }
+        float found[N];
+        sums<N>(reinterpret_cast<const Floats*>(total), found);
+        for (int n = 0; n < N; ++n) estimates[(q + n) * stride] = found[n];
+    }
+
+    void unpack(const uint8_t* codes) { codes_ = codes; }
+
+    void weigh(Floats weights, int n, int64_t d) {
+        shorten(weights, reinterpret_cast<uint16_t*>(weights_ + (n * Wide + d) / 2));
+    }
+
+    // A word's pairs of codes become pairs of bfloat16, which hold 0 to 3 exactly, in a lane for each token.
+    template <int N>
+    void products(Floats* logits) {
+        alignas(64) static constexpr uint32_t kPairs[16] = {
+            0x00000000, 0x00003f80, 0x00004000, 0x00004040, 0x3f800000, 0x3f803f80, 0x3f804000, 0x3f804040,
+            0x40000000, 0x40003f80, 0x40004000, 0x40004040, 0x40400000, 0x40403f80, 0x40404000, 0x40404040};
+        const __m512i pairs = _mm512_load_si512(kPairs);
+        __m512 total[N];
+        for (int n = 0; n < N; ++n) total[n] = _mm512_setzero_ps();
+        for (int64_t g = 0; g < groups_; ++g) {
+            __m512i words = _mm512_loadu_si512(codes_ + 64 * g);
+#pragma GCC unroll 8
+            for (int p = 0; p < 8; ++p) {
+                const __m512bh tokens = (__m512bh)_mm512_permutexvar_epi32(words, pairs);
+                words = _mm512_srli_epi32(words, 4);
+                for (int n = 0; n < N; ++n)
+                    total[n] = _mm512_dpbf16_ps(
+                        total[n], tokens,
+                        (__m512bh)_mm512_set1_epi32(static_cast<int>(weights_[n * Wide / 2 + 8 * g + p])));
+            }
+        }
+        for (int n = 0; n < N; ++n) logits[n] = reinterpret_cast<const Floats&>(total[n]);
+    }
+
+    const uint8_t* codes_ = nullptr;
+    alignas(64) uint32_t weights_[8 * Wide / 2];
+    alignas(64) uint16_t box_copy_[2 * Wide];
+    const uint16_t* box_ = nullptr;
+    std::vector<uint16_t> short_;
+#else
+    // Half the absolute values of the queries.
+    void read_reaches() {
+        reaches_.resize(padded_ * Wide);
+        for (size_t i = 0; i < queries_.size(); ++i) reaches_[i] = 0.5f * std::fabs(queries_[i]);
+    }
+
+    void open_box(const uint8_t* part) { read_box(part); }
+
+    template <int N>
+    void estimate_box(int64_t q, float* estimates, int64_t stride) {
+        const float* queries = queries_.data() + q * Wide;
+        const float* reaches = reaches_.data() + q * Wide;
+        Floats total[N] = {};
+        for (int64_t d = 0; d < Wide; d += kLanes) {
+            const Floats centre = load(centre_ + d), half = load(half_ + d);
+            for (int n = 0; n < N; ++n) {
+                total[n] += load(queries + n * Wide + d) * centre;
+                total[n] += load(reaches + n * Wide + d) * half;
+            }
+        }
+        float found[N];
+        sums<N>(total, found);
+        for (int n = 0; n < N; ++n) estimates[(q + n) * stride] = found[n];
+    }
+
+    void unpack(const uint8_t* codes) {
+        for (int64_t g = 0; g < groups_; ++g) {
+            Ints words;
+            std::memcpy(&words, codes + 64 * g, 64);
+            for (int k = 0; k < kLanes; ++k) {
+                store(tile_ + (kLanes * g + k) * kLanes, __builtin_convertvector(words & 3, Floats));
+                words >>= 2;
+            }
+        }
+    }
+
+    void weigh(Floats weights, int n, int64_t d) { store(weights_ + n * Wide + d, weights); }
+
+    template <int N>
+    void products(Floats* logits) {
+        for (int64_t d = 0; d < Wide; ++d) {
+            const Floats tokens = load(tile_ + d * kLanes);
+            for (int n = 0; n < N; ++n) logits[n] += weights_[n * Wide + d] * tokens;
+        }
+    }
+
+    alignas(64) float tile_[Wide * kLanes] = {};  // zero beyond `dim`
+    alignas(64) float weights_[8 * Wide];
+    std::vector<float> reaches_;
+#endif
+
+    static constexpr int kAhead = 4;  // parts
+
+    const TwoBitScores& a_;
+    const int64_t box_bytes_, groups_;
+    const bool whole_;
+    const uint8_t* first_ = nullptr;
+    const int64_t* index_ = nullptr;
+    int64_t count_ = 0, padded_ = 0;
+    alignas(64) float centre_[Wide];
+    alignas(64) float half_[Wide];
+    std::vector<float> queries_, estimate_, mass_, offset_, boxes_, share_, fine_;
+    std::vector<int32_t> order_, chosen_;
+};
+
+template <int64_t Wide>
+void run_units(const TwoBitScores& a) {
+    const int64_t units = a.requests * a.heads;
+#pragma omp parallel
+    {
+        Unit<Wide> unit(a);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < units; ++i) unit.run(i / a.heads, i % a.heads);
+    }
+}
+
+void two_bit_scores(const TwoBitScores& a) {
+    if (a.dim <= 64) return run_units<64>(a);
+    if (a.dim <= 96) return run_units<96>(a);
+    if (a.dim <= 128) return run_units<128>(a);
+    if (a.dim <= 256) return run_units<256>(a);
+    run_units<kMostDim>(a);
+}
+
+}  // namespace OASIS_ISA

@@ -1,0 +1,158 @@
+"""The compiled kernels beside their references in torch."""
+
+import pytest
+import torch
+
+from oasiskv.core import kernels, page_scores, swap_plan
+from oasiskv.core.merge import READ_ON
+from oasiskv.core.page_scores import Candidates
+from oasiskv.core.residency import PageMoves, ResidencyMap
+from oasiskv.core.scorers import Scorer, TwoBitScorer
+from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.swap_plan import EMPTY, plan_swaps
+
+FORMATS = (torch.float32, torch.bfloat16, torch.int8)
+pytestmark = pytest.mark.skipif(not kernels.are_built(), reason="no compiler: torch does the kernels' work here")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def world(dim: int, group: int, dtype: torch.dtype, query_dtype: torch.dtype, seed: int = 0):
+    """A scorer, strided queries, a store, and candidates of three requests: with drafts, without, with no page."""
+    dice = generator(seed)
+    heads, blocks, parts, columns = 2, 60, 2, 20
+    scorer = TwoBitScorer(dim, dtype)
+    keys = torch.randn(blocks * parts, PART_TOKENS, heads, dim, generator=dice)
+    keys += 2 * torch.randn(blocks * parts, 1, heads, dim, generator=dice)
+    store = scorer.summarise(keys).transpose(0, 1).reshape(heads, blocks, parts, -1).contiguous()
+    wide = torch.randn(7, heads * (group + 2) * dim, generator=dice).to(query_dtype)
+    queries = wide[:, : heads * group * dim].view(7, heads * group, dim)
+    candidates = Candidates(
+        index=torch.randperm(blocks, generator=dice).view(3, columns),
+        counts=torch.tensor([columns, 13, 0]),
+        rows=torch.tensor([[0, 2], [3, 4], [5, 5]]),
+        row_counts=torch.tensor([[True, True], [True, False], [True, False]]),
+    )
+    return scorer, queries, store, candidates
+
+
+@pytest.mark.parametrize("isa", range(kernels.best_isa() + 1))
+@pytest.mark.parametrize("refine", [1, 6, 13, 20])
+@pytest.mark.parametrize(("dim", "group"), [(64, 7), (64, 3), (20, 1), (80, 9), (128, 4), (256, 2)])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_scores_are_the_references(isa, refine, dim, group, dtype) -> None:
+    query_dtype = torch.float32 if dtype is torch.float32 else torch.bfloat16
+    scorer, queries, store, candidates = world(dim, group, dtype, query_dtype)
+    scale = dim**-0.5 / 4
+    exact = page_scores.reference(scorer, queries, store, candidates, scale, "softmax_sum", refine)
+    found = kernels.two_bit_scores(
+        store,
+        dtype,
+        queries,
+        candidates.rows,
+        candidates.row_counts,
+        candidates.index,
+        candidates.counts,
+        scale=scale,
+        read_on=READ_ON,
+        refine=refine,
+        isa=isa,
+    )
+    assert torch.equal(found == float("-inf"), exact == float("-inf"))
+    valid = candidates.valid.unsqueeze(1).expand_as(found)
+    if refine < 20 and (isa == 2 or dtype is not torch.float32):  # another page may be the last that is refined
+        assert found[valid].sum().item() == pytest.approx(exact[valid].sum().item(), rel=0.02)
+        return
+    tolerance = 1e-4 if dtype is torch.float32 and isa < 2 else 0.03
+    torch.testing.assert_close(found[valid], exact[valid], rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dim", [20, 64, 128])
+def test_summaries_are_the_references_to_the_bit(dtype, dim) -> None:
+    scorer = TwoBitScorer(dim, dtype)
+    keys = torch.randn(64, 3, dim, generator=generator(1)).bfloat16()
+    first, parts = torch.tensor([0, 17, 48]), torch.tensor([5, 2, 7])
+    found = torch.zeros(3, 8, scorer.part_bytes, dtype=torch.uint8)
+    exact = found.clone()
+    scorer.write(keys, first, found, parts)
+    Scorer.write(scorer, keys, first, exact, parts)
+    assert torch.equal(found, exact) and exact.any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_are_the_references(seed) -> None:
+    dice = generator(seed)
+    requests, heads, columns, hot, sinks = 5, 2, 30, 8, 1
+    scores = torch.randint(0, 9, (requests, heads, columns), generator=dice).float()  # many ties
+    scores[0, :, 20:] = float("-inf")
+    scores[1, :, 3:] = float("-inf")  # fewer candidates than slots
+    resident = torch.stack([torch.randperm(columns, generator=dice)[:hot] for _ in range(requests * heads)]) + sinks
+    resident = resident.view(requests, heads, hot).int()
+    resident[2, :, 5:] = EMPTY
+    hot_of = torch.tensor([8, 8, 8, 4, 1])
+    resident[torch.arange(hot).expand_as(resident) >= hot_of.view(-1, 1, 1)] = EMPTY
+    age = torch.randint(0, 3, resident.shape, generator=dice).int()
+    cap = torch.randint(1, hot + 1, (requests,), generator=dice)
+    given = (scores, resident, age, hot_of, sinks, cap, int(cap.max()))
+    found, exact = kernels.swap_plans(*given), swap_plan.reference(*given)
+    for one, other in zip(found[:3], exact[:3], strict=True):
+        assert torch.equal(one, other)
+    assert found[3] == exact[3]
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_swaps_are_entered_like_the_references(per_head, monkeypatch) -> None:
+    def carry_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dice = generator(3)
+        heads, hot, sinks, columns = 2 if per_head else 1, 6, 1, 20
+        residency = ResidencyMap(2, heads, hot)
+        rows = torch.tensor([residency.allocate() for _ in range(3)])
+        first = torch.arange(hot).expand(3, heads, hot) + sinks
+        residency.seed(1, rows, first)
+        scores = torch.rand(3, heads, columns, generator=dice)
+        plan = plan_swaps(scores, *residency.of(1, rows), sinks, 3, 9, rows)
+        moves = PageMoves(
+            index=torch.randperm(60, generator=dice).view(3, 20),
+            hot=torch.randperm(18, generator=dice).view(3, 6),
+            sinks=sinks,
+            host=torch.randint(0, 1 << 40, (60 * 4, 5), generator=dice),
+            host_stride=4,
+            host_first=1,
+            device=torch.zeros(18 * 2, 5, dtype=torch.int64),
+            device_stride=2,
+            page_heads=None if per_head else 2,
+        )
+        residency.apply(1, plan, moves)
+        return residency.block, residency.age, moves.device
+
+    found = carry_out()
+    monkeypatch.setattr(kernels, "take", lambda *tensors: False)
+    exact = carry_out()
+    for one, other in zip(found, exact, strict=True):
+        assert torch.equal(one, other)
+    assert exact[2].any()
+
+
+def test_rows_are_copied_between_strided_tensors() -> None:
+    source, target = torch.arange(40).view(5, 8)[:, 2:5], torch.zeros(4, 3, dtype=torch.int64)
+    kernels.copy_rows(source, torch.tensor([4, 0]), target, torch.tensor([0, 3]))
+    assert target.tolist() == [[34, 35, 36], [0] * 3, [0] * 3, [2, 3, 4]]
+
+
+def test_what_is_out_of_range_is_refused() -> None:
+    source, target = torch.zeros(4, 3), torch.zeros(4, 3)
+    for rows in ([4], [-1]):
+        with pytest.raises(IndexError, match="out of range"):
+            kernels.copy_rows(source, torch.tensor(rows), target, torch.tensor([0]))
+    scorer, queries, store, candidates = world(64, 2, torch.float32, torch.float32)
+    for bad in (
+        {"index": candidates.index + 60},
+        {"counts": candidates.counts + 1},
+        {"rows": candidates.rows + 7},
+    ):
+        given = Candidates(**{**vars(candidates), **bad})
+        with pytest.raises(IndexError, match="out of range"):
+            page_scores.page_scores(scorer, queries, store, given, 0.1)
