@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(EXTRA)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo bench-quick eval-quick test test-slow lint format clean
+.PHONY: help setup model demo bench bench-quick eval-quick test test-slow lint format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ model: setup  ## Fetch SmolLM2 (93 MB, once)
 
 demo: model  ## Real SmolLM2, stock vLLM against OasisKV in the same KV memory
 	$(BIN)/python -m oasiskv.demo
+
+bench: model  ## The speed targets: hours on 2 cores (the short way: oasiskv bench targets --only NAME --rounds 1)
+	$(BIN)/oasiskv bench targets --html bench-targets.html --json bench-targets.json
 
 bench-quick: model  ## Speed beside stock vLLM in the same KV memory: small sizes, 10 minutes on 2 cores
 	$(BIN)/oasiskv bench long-context reasoning --quick --html bench-quick.html --json bench-quick.json

@@ -85,6 +85,24 @@ class Cell:
             f"tokens{turns}, budget {self.budget:,}"
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        w = self.workload
+        return {
+            "title": self.title,
+            "workload": w.name,
+            "prompt_tokens": w.prompt,
+            "output_tokens": w.output,
+            "turns": w.turns,
+            "context": w.context,
+            "requests": self.requests,
+            "concurrency": self.concurrency,
+            "budget_tokens": self.budget,
+            "settings": self.settings,
+            "pool_bytes": self.pool_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
     def check(self, model: Model) -> None:
         """Refuse what cannot run, before anything is started.
 

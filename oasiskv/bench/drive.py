@@ -34,6 +34,7 @@ class Observed:
     fetched: int = 0
     pipeline: float = 0.0
     shortest: int = 0
+    scheduler: float = 0.0
 
 
 class Steppable(Protocol):
@@ -108,6 +109,7 @@ def drive(
                 seen.pipeline,
                 answering,
                 seen.shortest,
+                seen.scheduler,
             )
         )
         on_step(samples)

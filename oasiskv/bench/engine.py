@@ -15,7 +15,7 @@ from typing import Any
 
 from oasiskv.bench.drive import Observed, Progress, drive
 from oasiskv.bench.job import Conversation, Job, Run, Sample, Turn
-from oasiskv.bench.probe import Probe
+from oasiskv.bench.probe import Probe, Stopwatch
 
 WARM_UP_OUTPUT = 8
 """Tokens of the request that goes before all others, so that little is measured that happens only once."""
@@ -78,7 +78,9 @@ class Engine:
         self._engine: Any = LLMEngine.from_engine_args(
             engine_args(job), stat_loggers=[lambda config, index: self.counters]
         )
-        self.probe = Probe(self._engine.engine_core.engine_core)
+        core = self._engine.engine_core.engine_core
+        self.probe = Probe(core)
+        self._scheduling = Stopwatch(core.scheduler, "schedule", "update_from_output")
 
     def add(self, name: str, tokens: Sequence[int], output: int) -> None:
         """Submit a request."""
@@ -99,7 +101,15 @@ class Engine:
         """What it holds and has done."""
         fetched, pipeline = self.counters.take()
         probe = self.probe
-        return Observed(probe.running(), probe.prefilled(), probe.blocks(), fetched, pipeline, probe.shortest())
+        return Observed(
+            probe.running(),
+            probe.prefilled(),
+            probe.blocks(),
+            fetched,
+            pipeline,
+            probe.shortest(),
+            self._scheduling.take(),
+        )
 
 
 def engine_args(job: Job) -> Any:

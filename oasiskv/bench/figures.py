@@ -22,9 +22,10 @@ class Figures:
     ``seconds`` cover everything from the first request to the last answer, prompts included, loading not.
     ``throughput``: output tokens by them; ``decode_throughput``: in the steps that compute no prompt. ``batch``: the
     requests of the steps in which most of those were made; ``step_ms``: the median step with that batch.
-    ``beyond_batch``, ``beyond_ms``: the same of the steps in which every context is longer than the budget. ``ttft``
-    (time to first token) and ``tpot`` (time per output token after it): seconds at the 50th, 95th and 99th percentile
-    of requests. ``fetched_per_step``: bytes from the host pool by steps in which some request decodes.
+    ``scheduler_ms``: the scheduler's part of it (``schedule`` and ``update_from_output``), its own median.
+    ``beyond_batch``, ``beyond_ms``: batch and step of the steps in which every context is longer than the budget.
+    ``ttft`` (time to first token) and ``tpot`` (time per output token after it): seconds at the 50th, 95th and 99th
+    percentile of requests. ``fetched_per_step``: bytes from the host pool by steps in which some request decodes.
     ``pipeline_share``: time of scoring and planning, in whichever thread, by the time of those steps. ``blocks_mean``,
     ``blocks_most``: device blocks over all decoding requests and steps.
     """
@@ -36,6 +37,7 @@ class Figures:
     decode_throughput: float
     step_ms: float
     batch: int
+    scheduler_ms: float
     beyond_ms: float
     beyond_batch: int
     ttft: tuple[float, ...]
@@ -73,6 +75,7 @@ def figures(run: Run, budget: int = 0) -> Figures:
         decode_throughput=sum(s.new_tokens for s in decoding) / decode_seconds if decode_seconds else 0.0,
         step_ms=step_ms,
         batch=batch,
+        scheduler_ms=1e3 * _median([s.scheduler for s in _usual(samples)]),
         beyond_ms=beyond_ms,
         beyond_batch=beyond_batch,
         ttft=_percentiles([a.first - a.arrived for a in run.answers]),
@@ -90,14 +93,22 @@ def figures(run: Run, budget: int = 0) -> Figures:
 
 def usual_step(samples: Sequence[Sample]) -> tuple[int, float]:
     """The batch in which most tokens were made, of the steps that only decode, and their median in milliseconds."""
+    usual = _usual(samples)
+    return (usual[0].answering if usual else 0), 1e3 * _median([s.seconds for s in usual])
+
+
+def _usual(samples: Sequence[Sample]) -> list[Sample]:
+    """The steps that only decode, with the batch in which most tokens were made."""
     decoding = [s for s in samples if s.only_decodes]
-    if not decoding:
-        return 0, 0.0
     made: Counter[int] = Counter()
     for sample in decoding:
         made[sample.answering] += sample.new_tokens
-    batch = max(made, key=lambda size: (made[size], size))
-    return batch, 1e3 * statistics.median(s.seconds for s in decoding if s.answering == batch)
+    batch = max(made, key=lambda size: (made[size], size), default=0)
+    return [s for s in decoding if s.answering == batch]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, ...]:

@@ -84,7 +84,7 @@ class Job:
 class Sample:
     """One step. ``blocks``: device blocks of each request that decodes after it; ``fetched``: host bytes brought in;
     ``pipeline``: seconds of scoring and planning, in whichever thread. ``answering``: requests that got new tokens;
-    ``shortest``: context of the shortest that decodes."""
+    ``shortest``: context of the shortest that decodes; ``scheduler``: seconds in vLLM's scheduler, ours in it."""
 
     seconds: float
     running: int
@@ -95,6 +95,7 @@ class Sample:
     pipeline: float = 0.0
     answering: int = 0
     shortest: int = 0
+    scheduler: float = 0.0
 
     @property
     def only_decodes(self) -> bool:

@@ -80,6 +80,7 @@ LINES: dict[str, Text] = {
     "tokens/s, decoding": _figure("decode_throughput"),
     "step, ms": _figure("step_ms", 0),
     "  its batch": _figure("batch", 0),
+    "  its scheduler, ms": _figure("scheduler_ms", 2),
     "running at once": _figure("running", 0),
     "first token, s, p50": _percentile("ttft", 0, 1),
     "  p95": _percentile("ttft", 1, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,16 @@ States = dict[str, int]
 """Most requests at once in each of OasisKV's states."""
 RunRow = Callable[[Cell, str, int], tuple[Figures, States]]
 """``(cell, row, batch)`` to what a fresh engine did."""
+
+
+def paired(rounds: Iterable[tuple[Figures, Figures]], figure: str, by: str = "") -> Spread | None:
+    """``figure`` of the first run by ``by`` (the same unless given) of the second, within each round.
+
+    A round in which one of them is 0, not measured, is left out; None if there is no other.
+    """
+    values = [(getattr(first, figure), getattr(second, by or figure)) for first, second in rounds]
+    ratios = [first / second for first, second in values if first and second]
+    return spread(ratios) if ratios else None
 
 
 @dataclass
@@ -31,38 +41,22 @@ class CellResult:
 
     def ratio(self, figure: str = "throughput", row: str = OASIS, to: str = DENSE) -> Spread | None:
         """``row`` by ``to``, paired by rounds; None if one of them did not run."""
-        pairs = zip(self.rows.get(row, ()), self.rows.get(to, ()), strict=False)
-        ratios = [getattr(a, figure) / getattr(b, figure) for a, b in pairs if getattr(b, figure)]
-        return spread(ratios) if ratios else None
+        return paired(self._pairs(row, to), figure)
 
     @property
     def efficiency(self) -> Spread | None:
         """OasisKV's step, where every context is longer than the budget, by that of dense vLLM on contexts as long as
         it, same batch: 1 is the best there is. None where no context is longer."""
-        ratios = [
-            ours.beyond_ms / best.step_ms
-            for ours, best in zip(self.rows.get(OASIS, ()), self.rows.get(LIMIT, ()), strict=False)
-            if ours.beyond_ms and best.step_ms
-        ]
-        return spread(ratios) if ratios else None
+        return paired(self._pairs(OASIS, LIMIT), "beyond_ms", "step_ms")
+
+    def _pairs(self, row: str, to: str) -> Iterable[tuple[Figures, Figures]]:
+        return zip(self.rows.get(row, ()), self.rows.get(to, ()), strict=False)
 
     def as_dict(self, model: str) -> dict[str, Any]:
         """For JSON."""
-        cell, w = self.cell, self.cell.workload
         ratios = {"throughput": self.ratio(), "decode_throughput": self.ratio("decode_throughput")}
         return {
-            "title": cell.title,
-            "workload": w.name,
-            "prompt_tokens": w.prompt,
-            "output_tokens": w.output,
-            "turns": w.turns,
-            "context": w.context,
-            "requests": cell.requests,
-            "concurrency": cell.concurrency,
-            "budget_tokens": cell.budget,
-            "settings": cell.settings,
-            "pool_bytes": cell.pool_bytes,
-            "host_bytes": cell.host_bytes,
+            **self.cell.as_dict(),
             "rows": [self._row(row) for row in self.rows],
             "ratios": {name: found.as_dict() for name, found in ratios.items() if found is not None},
             "efficiency": self.efficiency.as_dict() if self.efficiency is not None else None,

@@ -58,6 +58,7 @@ def served(found: ServingResult, cell: Cell, row: str) -> Figures:
         decode_throughput=0.0,
         step_ms=0.0,
         batch=0,
+        scheduler_ms=0.0,
         beyond_ms=0.0,
         beyond_batch=0,
         ttft=found.ttft,

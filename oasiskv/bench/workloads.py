@@ -57,6 +57,8 @@ QUICK = {
 
 Source = Callable[[int, int], Sequence[int]]
 """``(number, tokens)`` to the token ids of the request with that number."""
+REPEATED_TOKENS = 64
+"""Length of a piece of :func:`repetitions`."""
 
 
 def conversations(workload: Workload, requests: int, source: Source) -> tuple[Conversation, ...]:
@@ -80,6 +82,16 @@ def slices(text: Sequence[int], requests: int) -> Source:
         return (list(text) * repeats)[start : start + tokens]
 
     return piece
+
+
+def repetitions(text: Sequence[int], requests: int) -> Source:
+    """A short piece of one long text over and over, each request another piece: what an n-gram drafter foresees."""
+    pieces = slices(text, requests)
+
+    def repeated(number: int, tokens: int) -> Sequence[int]:
+        return list(itertools.islice(itertools.cycle(pieces(number, REPEATED_TOKENS)), tokens))
+
+    return repeated
 
 
 def random_tokens(vocabulary: int, seed: int = 0) -> Source:

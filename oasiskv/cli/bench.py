@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from oasiskv.bench import report
-from oasiskv.bench.cells import GIB, ROWS, TITLES, BenchError, Cell, Model, make_cell
-from oasiskv.bench.figures import Figures, figures
+from oasiskv.bench.cells import GIB, Cell, Model, make_cell
 from oasiskv.bench.job import LIMIT, PLUS
-from oasiskv.bench.process import run_job
-from oasiskv.bench.rounds import CellResult, States, run_cell
-from oasiskv.bench.workloads import QUICK, WORKLOADS, Source, Workload, random_tokens, slices
-from oasiskv.cli.options import CONNECTOR_FLAG, UsageError, has_flag, print_settings_help, split
+from oasiskv.bench.rounds import CellResult, run_cell
+from oasiskv.bench.runner import Runner, load_model, text_source
+from oasiskv.bench.workloads import QUICK, WORKLOADS, Workload
+from oasiskv.cli.options import CONNECTOR_FLAG, Parser, UsageError, has_flag, print_settings_help, split
 from oasiskv.core.settings import Settings
 from oasiskv.eval.options import whole_numbers
 from oasiskv.installed import check_vllm
-from oasiskv.models import load_tokenizer, resolve_model
 from oasiskv.report.output import Output
 from oasiskv.report.provenance import provenance
 
@@ -35,11 +31,8 @@ TAKEN = (
 )  # fmt: skip
 """Options of vLLM that would make the engines unequal, or blind."""
 DEFAULT = ("long-context", "reasoning")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(message)
+TARGETS = "targets"
+"""In the place of a workload: a command of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Request:
 
 def parser() -> argparse.ArgumentParser:
     """Our own options; settings and vLLM's options are taken out or left by others."""
-    found = _Parser(add_help=False, allow_abbrev=False)
+    found = Parser(add_help=False, allow_abbrev=False)
     found.add_argument("--model", default="smollm2", help="a folder, or a name of `oasiskv model list` (smollm2)")
     found.add_argument("--prompt", type=whole_numbers, help="tokens of a prompt; several, with commas, make a sweep")
     found.add_argument("--output", type=whole_numbers, help="tokens of an answer; several make a sweep")
@@ -164,25 +157,18 @@ def _cells(
     return cells
 
 
-def load_model(name: str, dtype: str = "auto") -> Model:
-    """The model's folder and size.
-
-    Raises:
-        BenchError: it is neither known nor a folder with a ``config.json``.
-        FetchError: it could not be fetched.
-    """
-    folder = Path(resolve_model(name))
-    config = folder / "config.json"
-    if not config.is_file():
-        raise BenchError(f"--model {name}: no config.json in {folder}; give a folder that holds the model, or smollm2")
-    return Model.of(name, str(folder), json.loads(config.read_text()), dtype)
-
-
 def run(arguments: Sequence[str]) -> None:
     """Run the command: progress on the way, then tables, sentences and the page."""
+    if list(arguments[:1]) == [TARGETS]:
+        from oasiskv.cli.bench_targets import run as run_targets
+
+        run_targets(arguments[1:])
+        return
     if "--help" in arguments or "-h" in arguments:
         options = [f"{'/'.join(a.option_strings):18s} {a.help}" for a in parser()._actions]
-        print_settings_help(USAGE, notes=("\n".join(options), *(f"{w.name}: {w.about}" for w in WORKLOADS.values())))
+        workloads = (f"{w.name}: {w.about}" for w in WORKLOADS.values())
+        targets = f"oasiskv bench {TARGETS} --help: the speed targets, and whether they are met"
+        print_settings_help(USAGE, notes=("\n".join(options), *workloads, targets))
         return
     check_vllm()
     request = parse(arguments)
@@ -191,7 +177,8 @@ def run(arguments: Sequence[str]) -> None:
     results: list[CellResult] = []
     for number, cell in enumerate(request.cells, 1):
         progress.print(f"[bold]{number} of {len(request.cells)}: {cell.title}", highlight=False)
-        runner = Runner(request, cell, progress)
+        source = text_source(request.model, cell, random_text=request.random_text)
+        runner = Runner(request.model, source, progress)
         rows = [row for row in request.side_rows if row != LIMIT or cell.has_limit(request.model)]
         try:
             results.append(run_cell(cell, runner, request.rounds, request.side_rounds, rows))
@@ -201,34 +188,3 @@ def run(arguments: Sequence[str]) -> None:
             raise
         console.print(report.table(results[-1]).rich())
     request.output.deliver(report.make(request.model.name, results), made, console, shown=True)
-
-
-class Runner:
-    """Runs a row of a cell in a fresh engine."""
-
-    def __init__(self, request: Request, cell: Cell, console: Console) -> None:
-        self.request = request
-        self.console = console
-        self._source = _source(request, cell)
-        self._round = dict.fromkeys(ROWS, 0)
-
-    def __call__(self, cell: Cell, row: str, batch: int) -> tuple[Figures, States]:
-        """See :data:`oasiskv.bench.rounds.RunRow`."""
-        self._round[row] += 1
-        title = f"{TITLES[row]} {self._round[row]}"
-        if cell.workload.name == "serve" and row != LIMIT:
-            from oasiskv.bench.serve_row import serve_row
-
-            return serve_row(cell, row, self.request.model, self._round[row], title, self.console), {}
-        found = run_job(cell.job(row, self.request.model, self._source, batch), title, self.console)
-        return figures(found, cell.budget), found.states
-
-
-def _source(request: Request, cell: Cell) -> Source:
-    model = request.model
-    if cell.workload.fill or request.random_text or cell.workload.name == "serve":
-        return random_tokens(model.vocabulary)
-    from oasiskv.models.data import essays
-
-    tokenizer = load_tokenizer(model.folder)
-    return slices(tokenizer(essays(), add_special_tokens=False)["input_ids"], cell.requests)

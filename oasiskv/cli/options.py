@@ -25,7 +25,9 @@ class UsageError(ValueError):
     """The command line is wrong. The message gives the fix."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong as every command does."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -39,7 +41,7 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     Raises:
         UsageError: one of our options has no value.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in Settings.model_fields:
         flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))  # vLLM takes either spelling too
         parser.add_argument(*flags, dest=name)

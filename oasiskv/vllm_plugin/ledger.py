@@ -31,6 +31,10 @@ class Record:
     (None: all so far). ``host``: host blocks of the logical blocks from 0 on, perhaps shared with others; ``spare``:
     reserved for those to come. The workers know the first ``told`` of them; ``durable`` are acknowledged by every rank.
     ``chosen``: under `auto`, this request is to give up its middle because device blocks run short.
+
+    Most steps change nothing for most requests, and must cost next to nothing: before its context has ``moves_at``
+    tokens the block manager has nothing to do for it, before ``tells_at`` the workers are told ``entry`` again. What
+    happens between blocks calls :meth:`wake`.
     """
 
     request: Request
@@ -48,6 +52,13 @@ class Record:
     durable: int = 0
     in_flight: list[tuple[int, int]] = field(default_factory=list)
     chosen: bool = False
+    moves_at: int = 0
+    tells_at: int = 0
+    entry: RequestStep | None = None
+
+    def wake(self) -> None:
+        """Something about it changed: look at it in the next step."""
+        self.moves_at = self.tells_at = 0
 
     @property
     def request_id(self) -> str:
@@ -101,6 +112,8 @@ class Ledger:
         self._dropped: list[str] = []
         self._released: list[tuple[int, int]] = []
         self._announced: set[str] = set()
+        self._copying: dict[str, Record] = {}
+        """Records with copies in flight."""
         self.acknowledged_blocks = 0
 
     # -- arrivals and departures
@@ -187,6 +200,7 @@ class Ledger:
         return [(block.block_id, min(max(committed - i * size, 0), size)) for block, i in last]
 
     def _close(self, record: Record) -> None:
+        self._copying.pop(record.request_id, None)
         if self.index is not None:
             self.index.release(record.host)
             self.index.release(record.spare)
@@ -206,6 +220,7 @@ class Ledger:
             rescued.append((blocks[i].block_id, record.host[i].block_id - 1))
         record.told = record.durable = len(record.host)
         record.in_flight.clear()
+        self._copying.pop(record.request_id, None)
         tail = blocks[record.committed // size].block_id if record.committed % size else -1
         host = tuple(block.block_id - 1 for block in record.host)
         released = tuple(self._last_blocks(record, blocks))
@@ -228,6 +243,7 @@ class Ledger:
         record.first_window = record.geometry.first_window(record.committed)
         record.hot_holds = [-1] * record.geometry.hot
         record.hot_sent = False
+        record.wake()
         self.resumed += 1
         self.resuming.add(record.request_id)
 
@@ -293,13 +309,14 @@ class Ledger:
             if need <= 0:
                 return
             record.chosen = True
+            record.wake()
             need -= gain
 
     def awaits_copies(self) -> bool:
         """Whether a request will free blocks once copies that are on their way are acknowledged."""
         return any(
-            record.in_flight and record.state != State.BOUNDED and (record.chosen or not self.only_if_it_frees)
-            for record in self.records.values()
+            record.state != State.BOUNDED and (record.chosen or not self.only_if_it_frees)
+            for record in self._copying.values()
         )
 
     def _outgrows(self, geometry: Geometry, committed: int) -> bool:
@@ -321,6 +338,7 @@ class Ledger:
             if certain < record.prefill_end or not self.wants_sparse(record, certain):
                 return None
             record.state = State.SEEDED
+            record.moves_at = 0
             record.first_window = record.geometry.first_window(certain)
         geometry = record.geometry
         self._announced.add(record.request_id)
@@ -338,6 +356,18 @@ class Ledger:
             drafts=drafts,
             real_drafts=sum(token >= 0 for token in draft_tokens),
         )
+
+    def rest(self, record: Record, scheduled: int, entry: RequestStep | None) -> None:
+        """The workers were told ``entry`` for a step of ``scheduled`` tokens: how long it holds if one token follows
+        another. A block that begins or fills up ends it; so do drafts, whose number differs by step."""
+        size, least = self.geometry.block_size, self.settings.min_context_tokens
+        total = record.request.num_computed_tokens + scheduled
+        begins, fills = ((total - 1) // size + 1) * size, (total // size + 1) * size - 1
+        record.entry, record.tells_at = entry, min(begins, fills)
+        if self.lookahead or total < record.prefill_end or (entry is not None and entry.hot):
+            record.tells_at = 0
+        elif entry is None and least != "auto" and total < least:
+            record.tells_at = min(record.tells_at, least - 1)
 
     def copy_of(
         self, record: Record, scheduled: int, drafts: int, blocks: Sequence[KVCacheBlock], step: int
@@ -370,6 +400,7 @@ class Ledger:
         first, record.told = record.told, len(record.host)
         if record.durable < record.told:
             record.in_flight.append((step, record.told))
+            self._copying[record.request_id] = record
         span = range(first, record.told)
         return CopyOut(
             first=first,
@@ -381,20 +412,21 @@ class Ledger:
         """Every rank holds the copies of all steps up to ``step``."""
         if self.index is not None:
             self.index.acknowledge(step)
-        for record in self.records.values():
+        for record in list(self._copying.values()):
             while record.in_flight and record.in_flight[0][0] <= step:
                 durable = record.in_flight.pop(0)[1]
                 self.acknowledged_blocks += durable - record.durable
                 record.durable = durable
+                record.wake()
+            if not record.in_flight:
+                del self._copying[record.request_id]
 
     # -- checks
 
     def counts(self) -> dict[State, int]:
         """Admitted requests by state."""
-        counts = dict.fromkeys(State, 0)
-        for record in self.records.values():
-            counts[record.state] += 1
-        return counts
+        states = [record.state for record in self.records.values()]
+        return {state: states.count(state) for state in State}
 
     def host_used(self) -> int:
         """Host blocks that requests hold."""

@@ -33,14 +33,22 @@ class OasisManager(FullAttentionManager):
     ) -> None:
         """Called for every request that is about to get slots: move its state on, free what has left."""
         record = self.ledger.records.get(request_id) if self.ledger else None
-        if record is None or record.request.is_finished():
+        if record is None:
+            return
+        if processed_computed_tokens < record.moves_at:
+            record.committed = processed_computed_tokens
+            return
+        if record.request.is_finished():
             return
         assert self.ledger is not None
         record.committed = processed_computed_tokens
+        record.moves_at = (processed_computed_tokens // self.block_size + 1) * self.block_size
         if record.state in (State.SEEDED, State.IN_PLACE):
             self._leave_dense(record)
             if self.ledger.wants_bounded(record):
                 self._bound(record)
+                if record.state != State.BOUNDED:  # no room now
+                    record.moves_at = 0
         elif record.state == State.BOUNDED:
             self._move_window(record)
 
@@ -101,9 +109,13 @@ class OasisManager(FullAttentionManager):
     def _leave_dense(self, record: Record) -> None:
         if record.state == State.SEEDED:
             record.state = State.IN_PLACE
+            record.tells_at = 0
             if record.dense_tokens is None:
                 record.dense_tokens = record.committed
-        record.first_window = max(record.first_window, record.geometry.first_window(record.committed))
+        window = record.geometry.first_window(record.committed)
+        if window > record.first_window:
+            record.first_window = window
+            record.tells_at = 0
 
     def _bound(self, record: Record) -> None:
         """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots.
@@ -136,6 +148,7 @@ class OasisManager(FullAttentionManager):
             record.hot += self.block_pool.get_new_blocks(fresh)
         record.state = State.BOUNDED
         record.hot_sent = False
+        record.tells_at = 0
 
     def _move_window(self, record: Record) -> None:
         window = record.geometry.first_window(record.committed)
@@ -143,6 +156,7 @@ class OasisManager(FullAttentionManager):
         if window > record.first_window:
             self._free(self.req_to_blocks[record.request_id], range(record.first_window, window))
             record.first_window = window
+            record.tells_at = 0
 
     def _free(self, blocks: list[KVCacheBlock], positions: range) -> None:
         freed = []
@@ -161,6 +175,8 @@ class OasisManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
+        if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
+            return
         if self.ledger is not None:
             num_tokens = self.ledger.cacheable(request, num_tokens)
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)

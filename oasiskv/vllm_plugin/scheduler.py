@@ -181,9 +181,14 @@ class SchedulerHalf:
         metadata.loads, self._loads = self._loads, []
         metadata.resumes, self._resumes = self._resumes, []
         metadata.parks = self.ledger.take_parks()
+        records, requests = self.ledger.records, metadata.requests
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            record = self.ledger.records.get(request_id)
+            record = records.get(request_id)
             if record is None:
+                continue
+            if scheduled == 1 and record.request.num_computed_tokens < record.tells_at:
+                if record.entry is not None:
+                    requests[request_id] = record.entry
                 continue
             blocks = self.manager.req_to_blocks[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
@@ -192,12 +197,13 @@ class SchedulerHalf:
                 metadata.drafts[blocks[newest].block_id] = len(drafts)
             entry = self.ledger.step_of(record, scheduled, drafts, blocks)
             if entry is not None:
-                metadata.requests[request_id] = entry
+                requests[request_id] = entry
             copy = self.ledger.copy_of(record, scheduled, len(drafts), blocks, self.step)
             if copy is not None:
                 metadata.copies[request_id] = copy
+            self.ledger.rest(record, scheduled, entry)
         self._relieve(output)
-        self._sparse_steps += any(entry.state >= State.IN_PLACE for entry in metadata.requests.values())
+        self._sparse_steps += any(entry.state >= State.IN_PLACE for entry in requests.values())
         return metadata
 
     def _relieve(self, output: SchedulerOutput) -> None:

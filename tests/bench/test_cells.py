@@ -9,7 +9,7 @@ import pytest
 from oasiskv.bench.cells import BenchError, Cell, Model, make_cell
 from oasiskv.bench.job import DENSE, LIMIT, OASIS, PLUS, Job
 from oasiskv.bench.process import environment
-from oasiskv.bench.workloads import WORKLOADS, Workload, conversations, random_tokens, slices
+from oasiskv.bench.workloads import WORKLOADS, Workload, conversations, random_tokens, repetitions, slices
 from oasiskv.core.settings import SettingsError
 
 MODEL = Model("small", "/small", token_bytes=1000, context=8192, vocabulary=500)
@@ -43,6 +43,12 @@ def test_slices_are_spread_over_the_text_and_start_over_at_its_end() -> None:
     source = slices(range(100), requests=4)
     assert list(source(1, 3)) == [25, 26, 27]
     assert list(source(3, 30))[23:27] == [98, 99, 0, 1]
+
+
+def test_repetitions_are_a_short_piece_over_and_over_another_one_for_each_request() -> None:
+    source = repetitions(range(1_000), requests=4)
+    assert list(source(0, 200)) == [*range(64), *range(64), *range(64), *range(8)]
+    assert list(source(1, 65)) == [*range(250, 314), 250]
 
 
 # -- jobs

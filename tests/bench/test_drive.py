@@ -44,7 +44,8 @@ class FakeEngine:
         return found
 
     def observe(self) -> Observed:
-        return Observed(len(self.open), self.prefilled, (4,) * len(self.open), fetched=10, pipeline=0.25, shortest=500)
+        held = (4,) * len(self.open)
+        return Observed(len(self.open), self.prefilled, held, fetched=10, pipeline=0.25, shortest=500, scheduler=0.01)
 
 
 def plain(count: int, output: int = 3) -> list[Conversation]:
@@ -67,7 +68,7 @@ def test_a_step_is_timed_and_what_the_engine_says_is_kept() -> None:
     assert [s.seconds for s in samples] == [0.5] * 3
     assert [s.prefilled for s in samples] == [4, 0, 0]
     assert [s.only_decodes for s in samples] == [False, True, True]
-    assert [(s.answering, s.shortest) for s in samples] == [(2, 500)] * 3
+    assert [(s.answering, s.shortest, s.scheduler) for s in samples] == [(2, 500, 0.01)] * 3
     assert (samples[0].blocks, samples[0].fetched, samples[0].pipeline) == ((4, 4), 10, 0.25)
 
 

@@ -10,9 +10,9 @@ from oasiskv.bench.job import OASIS, Answer, Run, Sample
 SAMPLES = (
     Sample(2.0, 1, 100, 0, ()),
     Sample(1.0, 2, 50, 1, (7,), fetched=100, pipeline=0.1, answering=1, shortest=101),
-    Sample(0.5, 2, 0, 2, (7, 5), fetched=300, pipeline=0.2, answering=2, shortest=52),
-    Sample(0.7, 2, 0, 2, (7, 5), fetched=200, pipeline=0.1, answering=2, shortest=53),
-    Sample(0.1, 1, 0, 1, (5,), answering=1, shortest=103),
+    Sample(0.5, 2, 0, 2, (7, 5), fetched=300, pipeline=0.2, answering=2, shortest=52, scheduler=0.002),
+    Sample(0.7, 2, 0, 2, (7, 5), fetched=200, pipeline=0.1, answering=2, shortest=53, scheduler=0.004),
+    Sample(0.1, 1, 0, 1, (5,), answering=1, shortest=103, scheduler=0.09),
     Sample(0.2, 1, 0, 1, (5,), answering=1, shortest=104),
     Sample(0.1, 1, 0, 1, (5,), answering=1, shortest=105),
 )
@@ -31,6 +31,17 @@ def test_throughput_is_over_everything_and_over_steps_that_only_decode() -> None
 def test_the_usual_step_is_the_one_in_which_most_tokens_are_made() -> None:
     assert usual_step(SAMPLES) == (2, pytest.approx(600))  # two steps with 2 tokens beat three with 1
     assert usual_step(SAMPLES[:2]) == (0, 0.0)
+
+
+def test_the_schedulers_time_is_that_of_the_usual_steps() -> None:
+    assert figures(RUN).scheduler_ms == pytest.approx(3)
+
+
+def test_a_run_that_does_not_know_its_schedulers_time_can_be_read() -> None:
+    old = RUN.as_dict()
+    for sample in old["samples"]:
+        del sample["scheduler"]
+    assert figures(Run.from_dict(old)).scheduler_ms == 0.0
 
 
 def test_a_batch_counts_requests_however_many_tokens_each_gets() -> None:

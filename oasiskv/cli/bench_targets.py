@@ -1,0 +1,161 @@
+"""``oasiskv bench targets``: the speed targets, each measured over several rounds, and whether they are met."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+from oasiskv.bench import target_report as report
+from oasiskv.bench.cells import BenchError, Cell, Model
+from oasiskv.bench.runner import Runner, load_model, text_source
+from oasiskv.bench.target_cases import CASES
+from oasiskv.bench.targets import Case, CaseResult, Measured, Play, play_round
+from oasiskv.cli.options import Parser, UsageError
+from oasiskv.eval.options import names
+from oasiskv.installed import check_vllm
+from oasiskv.models import FetchError
+from oasiskv.report.output import Output
+from oasiskv.report.provenance import Provenance, provenance
+
+NOTHING_MEASURED = 1
+"""Exit status."""
+Start = Callable[[Case], tuple[Mapping[str, Cell], Play]]
+"""A case made ready: its cells by label, and how its runs are played. Raises FetchError, BenchError."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = Parser(
+        prog="oasiskv bench targets",
+        description="Measure the speed targets beside stock vLLM. All of them take hours on two cores; --only NAME "
+        "--rounds 1 is the short way.",
+        allow_abbrev=False,
+    )
+    found.add_argument("--rounds", type=int, default=5, help="how often the runs of a case take turns (5)")
+    found.add_argument("--only", type=names, metavar="A,B", help="these cases only, with commas between")
+    found.add_argument("--list", action="store_true", help="show the cases and their targets, and measure nothing")
+    Output.options(found, "bench-targets.html")
+    return found
+
+
+def chosen(only: Sequence[str] | None) -> list[Case]:
+    """The cases with these names, in the order of the table; None: all.
+
+    Raises:
+        UsageError: a name is not known, or there is none.
+    """
+    unknown = [name for name in only or () if name not in CASES]
+    if unknown or only == []:
+        wrong = f"there is no case {unknown[0]!r}" if unknown else "--only names nothing"
+        raise UsageError(f"{wrong}; allowed are {', '.join(CASES)}, with commas between")
+    return [case for name, case in CASES.items() if only is None or name in only]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command: progress on the way, then the table, sentences and the page."""
+    args = parser().parse_args(list(arguments))
+    cases = chosen(args.only)
+    if args.list:
+        show_cases(cases)
+        return
+    if args.rounds < 1:
+        raise UsageError(f"--rounds {args.rounds} is not allowed: 1 or more")
+    output = Output.of(args)
+    check_vllm()
+    made = provenance(["oasiskv", "bench", "targets", *arguments])
+    progress = Console(stderr=True)
+    results = measure(cases, args.rounds, Engines(progress), output, made, Console(), progress)
+    if not any(result.rounds for result in results):
+        raise SystemExit(NOTHING_MEASURED)
+
+
+def show_cases(cases: Sequence[Case]) -> None:
+    """Print the cases and their targets."""
+    for case in cases:
+        print(f"{case.name}: {case.about} ({case.model})")
+        for target in case.targets:
+            print(f"  {target.title}")
+
+
+def measure(
+    cases: Sequence[Case],
+    rounds: int,
+    start: Start,
+    output: Output,
+    made: Provenance,
+    console: Console,
+    progress: Console,
+) -> list[CaseResult]:
+    """Case by case; whatever happens, all finished rounds are delivered.
+
+    A case that cannot be started is left out, and the result says why.
+    """
+    results: list[CaseResult] = []
+    try:
+        for number, case in enumerate(cases, 1):
+            progress.print(f"[bold]{number} of {len(cases)}: {case.name}: {case.about}", highlight=False)
+            results.append(CaseResult(case))
+            _measure_case(results[-1], rounds, start)
+            if len(cases) > 1:
+                console.print(report.table(results[-1:]).rich())
+                for sentence in report.stops(results[-1:]):
+                    console.print(sentence, highlight=False, markup=False)
+    except BaseException as error:
+        if results:
+            results[-1].stopped = _in_one_line(error)
+        raise
+    finally:
+        output.deliver(report.make(results), made, console)
+    return results
+
+
+def _measure_case(result: CaseResult, rounds: int, start: Start) -> None:
+    try:
+        result.cells, play = start(result.case)
+    except (FetchError, BenchError) as error:
+        result.stopped = _in_one_line(error)
+        return
+    for number in range(rounds):
+        result.rounds.append(play_round(result.case, number, play))
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+
+
+class Engines:
+    """Makes cases ready to run in fresh engines. A model is asked for once, also one that cannot be fetched."""
+
+    def __init__(self, progress: Console) -> None:
+        self._progress = progress
+        self._models: dict[str, Model | FetchError] = {}
+
+    def __call__(self, case: Case) -> tuple[Mapping[str, Cell], Play]:
+        """See :data:`Start`."""
+        model = self._model(case.model)
+        cells = {label: contender.cell(model) for label, contender in case.runs.items()}
+        for cell in cells.values():
+            cell.check(model)
+        runners = {
+            label: Runner(model, text_source(model, cell, case.cut), self._progress, report.title(label))
+            for label, cell in cells.items()
+        }
+
+        def play(label: str, batch: int) -> Measured:
+            return Measured(*runners[label](cells[label], case.runs[label].row, batch))
+
+        return cells, play
+
+    def _model(self, name: str) -> Model:
+        if name not in self._models:
+            try:
+                self._models[name] = load_model(name)
+            except FetchError as error:
+                self._models[name] = error
+        found = self._models[name]
+        if isinstance(found, FetchError):
+            raise found
+        return found
