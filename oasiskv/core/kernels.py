@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,10 @@ _STRUCTURES = {
         "source:p source_rows:p source_count:i target:p target_rows:p target_count:i count:i row_bytes:i "
         "source_stride:i target_stride:i",
     ),
+    "oasis_copy_blocks": _structure(
+        "CopyBlocks",
+        "planes:p plane_count:i source:p target:p count:i source_blocks:i target_blocks:i reversed:i",
+    ),
     "oasis_enter_swaps": _structure(
         "EnterSwaps",
         "rows:p requests:i heads:i slots:i width:i incoming:p target:p kept:p block:p age:p map_rows:i step:i copies:i "
@@ -67,6 +72,16 @@ _STRUCTURES = {
         "all_parts:i part_bytes:i box_format:i",
     ),
 }
+_SummaryWrites = _structure(
+    "SummaryWrites",
+    "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_parts:p bulk_count:i staged_first:p staged_parts:p "
+    "staged_count:i",
+)
+_SummaryLayer = _structure(
+    "SummaryLayer",
+    "keys:p tokens:i token_stride:i stage:p slots:i format:i heads:i dim:i store:p head_stride:i all_parts:i "
+    "part_bytes:i box_format:i",
+)
 
 
 @functools.cache
@@ -75,16 +90,20 @@ def _library() -> ctypes.CDLL | None:
     if found is None or found.origin is None or os.environ.get(SWITCH) == "0":
         return None
     library = ctypes.CDLL(found.origin)
-    for name in ("oasis_best_isa", *_STRUCTURES):
+    for name in ("oasis_best_isa", "oasis_write_summaries", *_STRUCTURES):
         getattr(library, name).restype = c_int64
     return library
 
 
 def _call(name: str, **values: Any) -> None:
     """Call a kernel; a tensor stands for its address."""
-    given = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
-    if not getattr(_library(), name)(ctypes.byref(_STRUCTURES[name](**given))):
+    if not getattr(_library(), name)(ctypes.byref(_filled(_STRUCTURES[name], values))):
         raise IndexError(f"{name}: {_OUT_OF_RANGE}")
+
+
+def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> ctypes.Structure:
+    given = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
+    return structure(**given)
 
 
 def are_built() -> bool:
@@ -203,6 +222,63 @@ def two_bit_summaries(keys: Tensor, first: Tensor, store: Tensor, parts: Tensor,
         part_bytes=store.shape[2],
         box_format=_FORMATS[box_dtype],
     )
+
+
+class TwoBitWrites:
+    """One step's part of :meth:`TwoBitLayer.write`, prepared once for all layers. Fields as in ``SummaryWrites``."""
+
+    def __init__(self, **lists: Tensor) -> None:
+        self.lists = {name: found.contiguous() for name, found in lists.items()}
+        assert all(found.dtype == torch.int64 for found in lists.values())
+        counts = {f"{name.split('_')[0]}_count": len(found) for name, found in self.lists.items()}
+        self.structure = _filled(_SummaryWrites, {**self.lists, **counts})
+
+
+class TwoBitLayer:
+    """One layer's part of it, prepared once: a step only names its keys. Python between two layers of a model runs on
+    cold caches, at ten times its usual cost."""
+
+    def __init__(self, store: Tensor, dim: int, key_dtype: torch.dtype, box_dtype: torch.dtype) -> None:
+        """``store``: uint8 ``[KV heads, all parts, part_bytes]``, of which only the first dimension may be strided."""
+        heads, parts, part_bytes = store.shape
+        assert store[0].is_contiguous() and dim <= MOST_DIM
+        self._key_dtype, self._tail = key_dtype, (heads, dim)
+        self._structure: Any = _filled(
+            _SummaryLayer,
+            {
+                "format": _FORMATS[key_dtype],
+                "heads": heads,
+                "dim": dim,
+                "store": store,
+                "head_stride": store.stride(0),
+                "all_parts": parts,
+                "part_bytes": part_bytes,
+                "box_format": _FORMATS[box_dtype],
+            },
+        )
+        self._kept = store
+        library = _library()
+        assert library is not None
+        self._kernel = library.oasis_write_summaries
+
+    def stage(self, stage: Tensor) -> None:
+        """The keys of unfinished parts wait in ``stage`` ``[slots, KV heads, D]`` from now on."""
+        assert stage.is_contiguous() and stage.dtype == self._key_dtype and stage.shape[1:] == self._tail
+        self._structure.stage, self._structure.slots = stage.data_ptr(), len(stage)
+
+    def write(self, writes: TwoBitWrites, keys: Tensor | None) -> None:
+        """Carry out a step with ``keys`` ``[tokens, KV heads, D]`` (None: there are none)."""
+        layer = self._structure
+        if keys is None:
+            layer.keys = None
+        else:
+            tokens, heads, dim = keys.shape
+            stride, head_stride, one = keys.stride()
+            if keys.dtype is not self._key_dtype or (heads, dim) != self._tail or (head_stride, one) != (dim, 1):
+                raise ValueError(f"keys {list(keys.shape)} of {keys.dtype} with strides {keys.stride()} do not fit")
+            layer.keys, layer.tokens, layer.token_stride = keys.data_ptr(), tokens, stride
+        if not self._kernel(ctypes.byref(writes.structure), ctypes.byref(layer)):
+            raise IndexError(f"oasis_write_summaries: {_OUT_OF_RANGE}")
 
 
 def swap_plans(
@@ -334,3 +410,36 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
         source_stride=source.stride(0) * source.itemsize,
         target_stride=target.stride(0) * target.itemsize,
     )
+
+
+class Planes:
+    """Where each run of bytes of a block lies in two memories, for copying whole blocks in one call."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """``pairs`` of tensors ``[blocks, n]`` of the same type and n; the first dimension may be strided."""
+        rows = []
+        for one, other in pairs:
+            assert one.shape[1] == other.shape[1] and one.dtype == other.dtype
+            assert one.stride(1) == other.stride(1) == 1
+            sides = [(side.data_ptr(), side.stride(0) * side.itemsize) for side in (one, other)]
+            rows.append([*sides[0], *sides[1], one.shape[1] * one.itemsize])
+        self._pairs = tuple(pairs)  # kept alive
+        self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._blocks = tuple(min((len(pair[side]) for pair in pairs), default=0) for side in (0, 1))
+
+    def copy(self, source: Tensor, target: Tensor, backwards: bool = False) -> None:
+        """Copy the blocks ``source`` int64 ``[k]`` of the first memory to the blocks ``target`` of the second
+        (``backwards``: from the second to the first)."""
+        assert source.dtype == target.dtype == torch.int64 and len(source) == len(target)
+        here, there = self._blocks[::-1] if backwards else self._blocks
+        _call(
+            "oasis_copy_blocks",
+            planes=self._rows,
+            plane_count=len(self._rows),
+            source=source.contiguous(),
+            target=target.contiguous(),
+            count=len(source),
+            source_blocks=here,
+            target_blocks=there,
+            reversed=backwards,
+        )

@@ -59,6 +59,11 @@ class Scorer(ABC):
         tokens = first.view(-1, 1) + torch.arange(PART_TOKENS)
         store[:, parts] = self.summarise(keys[tokens]).transpose(0, 1)
 
+    def compiled(self, store: Tensor, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
+        """What writes the steps' keys into ``store`` uint8 ``[Hkv, all parts, part_bytes]`` in one call each, if there
+        is such a kernel; else :meth:`write` does."""
+        return None
+
     @abstractmethod
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         """Estimated logits of a page's units: its parts, or its tokens where the summary tells them apart.
@@ -187,6 +192,11 @@ class TwoBitScorer(Scorer):
             kernels.two_bit_summaries(keys, first, store, parts, self.dtype)
         else:
             super().write(keys, first, store, parts)
+
+    def compiled(self, store: Tensor, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
+        if not kernels.take(store) or self.head_dim > kernels.MOST_DIM or key_dtype not in _COMPILED_KEYS:
+            return None
+        return kernels.TwoBitLayer(store, self.head_dim, key_dtype, self.dtype)
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         keys = self.keys(summaries).flatten(1, 3)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oasiskv.core.kernels import copy_rows
+from oasiskv.core.kernels import TwoBitWrites, copy_rows
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import PART_TOKENS
 
@@ -58,6 +59,18 @@ class SummaryWrites:
     staged_first: Tensor
     staged_parts: Tensor
     rows: int
+
+    @cached_property
+    def compiled(self) -> TwoBitWrites:
+        """The same for the compiled kernel."""
+        return TwoBitWrites(
+            stage_tokens=self.stage_tokens,
+            stage_slots=self.stage_slots,
+            bulk_first=self.bulk_first,
+            bulk_parts=self.bulk_parts,
+            staged_first=self.staged_first,
+            staged_parts=self.staged_parts,
+        )
 
 
 @dataclass(frozen=True)
@@ -233,6 +246,7 @@ class LayerSummaries:
         self.store = store
         self._flat = store.view(heads, -1, part_bytes)
         self._stage = torch.zeros((0, block_size, heads, scorer.head_dim), dtype=key_dtype)
+        self._compiled = scorer.compiled(self._flat, key_dtype)
 
     def apply(self, writes: SummaryWrites, keys: Tensor | None) -> None:
         """Carry out ``writes`` with this layer's ``keys`` ``[tokens, KV heads, D]`` (None: only from the stage)."""
@@ -240,6 +254,11 @@ class LayerSummaries:
             grown = self._stage.new_zeros((writes.rows, *self._stage.shape[1:]))
             grown[: self._stage.shape[0]] = self._stage
             self._stage = grown
+            if self._compiled is not None:
+                self._compiled.stage(grown.flatten(0, 1))
+        if self._compiled is not None:
+            self._compiled.write(writes.compiled, keys)
+            return
         if keys is not None and len(writes.stage_tokens):
             stage = self._stage.view(-1, self._stage.shape[2] * self._stage.shape[3])
             copy_rows(keys.flatten(1), writes.stage_tokens, stage, writes.stage_slots)

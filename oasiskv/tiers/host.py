@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oasiskv.core.kernels import copy_rows
+from oasiskv.core.kernels import Planes, copy_rows, take
 from oasiskv.core.residency import PageMoves
 
 
@@ -82,14 +82,43 @@ class HostArena:
         self.summaries = [
             torch.zeros((layer.heads, num_blocks, layer.parts, layer.part_bytes), dtype=torch.uint8) for layer in layers
         ]
+        self._device: list[tuple[Tensor, Tensor]] = []
+        self._planes: Planes | None = None
 
-    def store(self, layer: int, host: Tensor, device_pages: Tensor, device: Tensor) -> None:
-        """Copy whole blocks ``device`` int64 [n] of ``device_pages`` (see :func:`as_pages`) to the blocks ``host``
-        [n]."""
-        heads = torch.arange(self.layers[layer].heads)
-        source = (device.view(-1, 1) * len(heads) + heads).view(-1)
-        arena = self._pages[self.layers[layer].page_bytes]
-        copy_rows(device_pages, source, arena, self._rows(layer, host.view(-1, 1), heads).view(-1))
+    def join(self, pages: Sequence[Tensor], summaries: Sequence[Tensor]) -> None:
+        """Name the device's side, by layer: pages (see :func:`as_pages`), and summaries in a store like ours."""
+        self._device = list(zip(pages, summaries, strict=True))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for i, shape in enumerate(self.layers):
+            first, words = self._first[i], shape.page_bytes // 8
+            runs = self._pages[shape.page_bytes].view(self.num_blocks, self._counts[shape.page_bytes] * words)
+            pairs.append(
+                (pages[i].view(-1, shape.heads * words), runs[:, first * words : (first + shape.heads) * words])
+            )
+            if shape.summary_bytes:
+                pairs += zip(self._words(i, summaries[i]), self._words(i, self.summaries[i]), strict=True)
+        self._planes = Planes(pairs) if take(*(side for pair in pairs for side in pair)) else None
+
+    def save(self, host: Tensor, device: Tensor) -> None:
+        """Copy the blocks ``device`` int64 [n] of all layers, with their summaries, to the blocks ``host`` [n]."""
+        if self._planes is not None:
+            self._planes.copy(device, host)
+            return
+        for i, (pages, summaries) in enumerate(self._device):
+            head = torch.arange(self.layers[i].heads)
+            source = (device.view(-1, 1) * len(head) + head).view(-1)
+            target = self._rows(i, host.view(-1, 1), head).view(-1)
+            copy_rows(pages, source, self._pages[self.layers[i].page_bytes], target)
+            _copy_blocks(self._words(i, summaries), device, self._words(i, self.summaries[i]), host)
+
+    def restore(self, host: Tensor, device: Tensor) -> None:
+        """The reverse of :meth:`save`."""
+        if self._planes is not None:
+            self._planes.copy(host, device, backwards=True)
+            return
+        for i, (pages, summaries) in enumerate(self._device):
+            self.load(i, host, None, pages, device)
+            _copy_blocks(self._words(i, self.summaries[i]), host, self._words(i, summaries), device)
 
     def load(self, layer: int, host: Tensor, head: Tensor | None, device_pages: Tensor, device: Tensor) -> None:
         """Copy pages of the blocks ``host`` int64 [n] to the blocks ``device`` [n]: KV head ``head`` [n], or all
@@ -117,14 +146,6 @@ class HostArena:
             device_stride=shape.heads,
             page_heads=None if per_head else shape.heads,
         )
-
-    def store_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
-        """Copy the summaries of the blocks ``device`` [n] of a store like ours to the blocks ``host`` [n]."""
-        _copy_blocks(self._words(layer, summaries), device, self._words(layer, self.summaries[layer]), host)
-
-    def load_summaries(self, layer: int, host: Tensor, summaries: Tensor, device: Tensor) -> None:
-        """Copy the summaries of the blocks ``host`` [n] to the blocks ``device`` [n] of a store like ours."""
-        _copy_blocks(self._words(layer, self.summaries[layer]), host, self._words(layer, summaries), device)
 
     def _words(self, layer: int, summaries: Tensor) -> Tensor:
         shape = self.layers[layer]

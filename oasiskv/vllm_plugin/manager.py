@@ -47,7 +47,7 @@ class OasisManager(FullAttentionManager):
             self._leave_dense(record)
             if self.ledger.wants_bounded(record):
                 self._bound(record)
-                if record.state != State.BOUNDED:  # no room now
+                if not record.hot:  # no room now
                     record.moves_at = 0
         elif record.state == State.BOUNDED:
             self._move_window(record)

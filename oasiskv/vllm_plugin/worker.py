@@ -147,6 +147,7 @@ class Worker:
             store = tail[: cache.shape[0] * shape.summary_bytes]
             store = store.view(shape.heads, cache.shape[0], shape.parts, shape.part_bytes)
             self.summaries.append(LayerSummaries(scorer, store, self.geometry.block_size, self.dtype))
+        self.arena.join(self.pages, [layer.store for layer in self.summaries])
         if self.settings.fetch_cap == "auto" and self.layout.host_blocks:
             self._bandwidth = self._measure_bandwidth()
 
@@ -154,7 +155,7 @@ class Worker:
         """Bytes per second of scattered page copies from the arena (one warm-up, then the best of three)."""
         count = min(64, self.layout.host_blocks, self.layout.device_blocks)
         host, device = torch.randperm(self.layout.host_blocks)[:count], torch.arange(count)
-        self.arena.store(0, host, self.pages[0], device)  # first touch; the device KV is still empty
+        self.arena.save(host, device)  # first touch; the device KV is still empty
         best = 0.0
         for _ in range(4):
             began = time.perf_counter()
@@ -208,7 +209,8 @@ class Worker:
         held = self.held[park.request_id]
         self.host_blocks[park.request_id] = np.asarray(park.host, dtype=np.int64)
         if park.rescued:
-            self._copy_out(*torch.tensor(park.rescued).unbind(1))
+            device, host = torch.tensor(park.rescued).unbind(1)
+            self.arena.save(host, device)
         if park.tail >= 0:
             held.stages = [book.blocks.detach(park.tail) for book in self.books]
 
@@ -217,9 +219,7 @@ class Worker:
         if not loads:
             return
         host, device = torch.tensor(loads).unbind(1)
-        for i, pages in enumerate(self.pages):
-            self.arena.load(i, host, None, pages, device)
-            self.arena.load_summaries(i, host, self.summaries[i].store, device)
+        self.arena.restore(host, device)
         for book in self.books:
             book.blocks.restore(device.tolist())
 
@@ -281,16 +281,11 @@ class Worker:
         if metadata.copies:
             named = [pair for copy in metadata.copies.values() for pair in zip(copy.device, copy.host, strict=True)]
             pairs = torch.tensor([pair for pair in named if pair[0] >= 0], dtype=torch.int64).view(-1, 2)
-            self._copy_out(*pairs.unbind(1))
+            self.arena.save(pairs[:, 1], pairs[:, 0])
         self.copied_step = metadata.step
         if metadata.requests:
             took = time.perf_counter() - self._began
             self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
-
-    def _copy_out(self, device: Tensor, host: Tensor) -> None:
-        for i, pages in enumerate(self.pages):
-            self.arena.store(i, host, pages, device)
-            self.arena.store_summaries(i, host, self.summaries[i].store, device)
 
     # -- inside the layers
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import oasiskv.tiers.host as host_module
 from oasiskv.tiers.host import HostArena, LayerShape, as_pages, bytes_per_block
 
 LAYERS = [
@@ -19,7 +21,10 @@ def test_its_memory_is_exactly_that_of_its_blocks() -> None:
         assert HostArena(blocks, LAYERS).nbytes == blocks * bytes_per_block(LAYERS)
 
 
-def test_layers_and_heads_do_not_overwrite_one_another() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_layers_and_heads_do_not_overwrite_one_another(compiled, monkeypatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(host_module, "take", lambda *tensors: False)
     arena = HostArena(7, LAYERS)
     device = torch.tensor([4, 0, 2])
     host = torch.tensor([6, 3, 0])
@@ -30,16 +35,25 @@ def test_layers_and_heads_do_not_overwrite_one_another() -> None:
         pages.append(as_pages(raw, layer.page_bytes))
         store = torch.randint(0, 256, (layer.heads, 5, 2, layer.part_bytes), dtype=torch.uint8, generator=generator)
         summaries.append(store)
-    for i in range(len(LAYERS)):
-        arena.store(i, host, pages[i], device)
-        arena.store_summaries(i, host, summaries[i], device)
+    arena.join(pages, summaries)
+    arena.save(host, device)
+    back, stored = [torch.zeros_like(p) for p in pages], [torch.zeros_like(s) for s in summaries]
+    arena.join(back, stored)
+    arena.restore(host, device)
     for i, layer in enumerate(LAYERS):
-        back, stored = torch.zeros_like(pages[i]), torch.zeros_like(summaries[i])
-        arena.load(i, host, None, back, device)
-        arena.load_summaries(i, host, stored, device)
         rows = (device.view(-1, 1) * layer.heads + torch.arange(layer.heads)).view(-1)
-        assert torch.equal(back[rows], pages[i][rows])
-        assert torch.equal(stored[:, device], summaries[i][:, device])
+        others = torch.ones(len(back[i]), dtype=torch.bool).index_fill(0, rows, False)
+        assert torch.equal(back[i][rows], pages[i][rows]) and not back[i][others].any()
+        assert torch.equal(stored[i][:, device], summaries[i][:, device]) and not stored[i][:, [1, 3]].any()
         one = torch.zeros_like(pages[i])
         arena.load(i, host, torch.zeros(3, dtype=torch.int64), one, device)
         assert torch.equal(one[device * layer.heads], pages[i][device * layer.heads])
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    arena = HostArena(7, LAYERS[:1])
+    pages, summaries = torch.zeros(10, 32, dtype=torch.int64), torch.zeros(2, 5, 2, 8, dtype=torch.uint8)
+    arena.join([pages], [summaries])
+    for host, device in ((7, 0), (-1, 0), (0, 5)):
+        with pytest.raises(IndexError, match="out of range"):
+            arena.save(torch.tensor([host]), torch.tensor([device]))

@@ -41,3 +41,18 @@ extern "C" int64_t oasis_copy_rows(const CopyRows* a) {
                     static_cast<size_t>(a->row_bytes));
     return 1;
 }
+
+extern "C" int64_t oasis_copy_blocks(const CopyBlocks* a) {
+    for (int64_t i = 0; i < a->count; ++i)
+        if (!in_range(a->source[i], a->source_blocks) || !in_range(a->target[i], a->target_blocks)) return 0;
+#pragma omp parallel for schedule(static) if (a->count > 0)
+    for (int64_t p = 0; p < a->plane_count; ++p) {
+        const int64_t* plane = a->planes + 5 * p;
+        const int64_t *from = plane + (a->reversed ? 2 : 0), *to = plane + (a->reversed ? 0 : 2);
+        for (int64_t i = 0; i < a->count; ++i)
+            std::memcpy(reinterpret_cast<uint8_t*>(to[0]) + a->target[i] * to[1],
+                        reinterpret_cast<const uint8_t*>(from[0]) + a->source[i] * from[1],
+                        static_cast<size_t>(plane[4]));
+    }
+    return 1;
+}

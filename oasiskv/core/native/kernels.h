@@ -54,6 +54,17 @@ struct CopyRows {
     int64_t target_count, count, row_bytes, source_stride, target_stride;  // strides in bytes
 };
 
+struct CopyBlocks {
+    // A plane is where one run of bytes of every block lies on both sides: addresses of block 0 and the distance to the
+    // next, there and here, and how many bytes: [planes, 5].
+    const int64_t* planes;
+    int64_t plane_count;
+    const int64_t* source;  // [count]: blocks
+    const int64_t* target;  // [count]
+    int64_t count, source_blocks, target_blocks;
+    int64_t reversed;  // a plane's second side is the source
+};
+
 struct EnterSwaps {
     const int64_t* rows;  // [requests]: rows of the residency map
     int64_t requests, heads, slots, width;
@@ -79,6 +90,29 @@ struct TwoBitSummaries {
     const int64_t* first;  // [count]: first token of each part
     const int64_t* parts;  // [count]: where its summary goes
     int64_t count, heads, dim;
+    uint8_t* store;  // [heads, all_parts, part_bytes]
+    int64_t head_stride, all_parts, part_bytes, box_format;
+};
+
+// What every layer does with the keys of a step: copy those of unfinished parts to the stage, then summarise whole parts,
+// straight from the keys and from the stage.
+struct SummaryWrites {
+    const int64_t* stage_tokens;  // [stage_count]
+    const int64_t* stage_slots;   // [stage_count]
+    int64_t stage_count;
+    const int64_t* bulk_first;  // [bulk_count]: first token of each part
+    const int64_t* bulk_parts;  // [bulk_count]: where its summary goes
+    int64_t bulk_count;
+    const int64_t* staged_first;  // [staged_count]: first slot of each part
+    const int64_t* staged_parts;  // [staged_count]
+    int64_t staged_count;
+};
+
+struct SummaryLayer {
+    const uint8_t* keys;  // [tokens, heads, dim]; null: there are none in this step
+    int64_t tokens, token_stride;
+    uint8_t* stage;  // [slots, heads, dim]
+    int64_t slots, format, heads, dim;
     uint8_t* store;  // [heads, all_parts, part_bytes]
     int64_t head_stride, all_parts, part_bytes, box_format;
 };
