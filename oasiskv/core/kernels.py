@@ -24,7 +24,7 @@ ISAS = ("any machine", "AVX2", "AVX-512 with bfloat16")
 """Instruction sets that the kernels are compiled for, best last."""
 SWITCH = "OASISKV_KERNELS"
 """Environment: 0 leaves everything to torch."""
-MOST_DIM = 512
+MOST_DIM = 256
 """Largest head dimension that the kernels take."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 

@@ -56,6 +56,7 @@ def plan_swaps(
     cap: Tensor | int,
     step: int,
     rows: Tensor | None = None,
+    width: int | None = None,
 ) -> SwapPlan:
     """Select the best ``hot_of`` blocks and plan the swaps that bring the missing ones in, at most ``cap`` per head.
 
@@ -71,11 +72,14 @@ def plan_swaps(
         cap: most pages per KV head in this step, for all or for each request ``[R]``.
         step: number of this step.
         rows: int64 ``[R]``: the requests' rows in the residency map; ``0 .. R-1`` if None.
+        width: the largest ``cap``, where the caller knows it.
     """
     requests = scores.shape[0]
     device = scores.device
     cap = torch.as_tensor(cap, device=device).expand(requests)
-    width = min(int(cap.max()) if requests else 0, resident.shape[2], scores.shape[2])
+    if width is None:
+        width = int(cap.max()) if requests else 0
+    width = min(width, resident.shape[2], scores.shape[2])
     if rows is None:
         rows = torch.arange(requests, device=device)
     decide = kernels.swap_plans if kernels.take(scores, resident, age) else reference

@@ -81,7 +81,7 @@ class ScoreGroup:
     """Requests scored together: same summaries, same kind of result.
 
     ``members`` are their rows in the residency map, with the step in which each got it.
-    ``hot`` int64 ``[R, H]``: device blocks of the hot slots (bounded only).
+    ``most`` is the largest ``cap``. ``hot`` int64 ``[R, H]``: device blocks of the hot slots (bounded only).
     """
 
     on_host: bool
@@ -90,6 +90,7 @@ class ScoreGroup:
     members: list[tuple[int, int]]
     hot_of: Tensor
     cap: Tensor
+    most: int
     hot: Tensor
     candidates: Candidates
 
@@ -307,6 +308,7 @@ def _score_groups(
         drafts = torch.tensor([0 if drafting else held.drafts for _, held in members])
         real = torch.tensor([0 if drafting else held.real_drafts for _, held in members])
         first = torch.tensor([newest[i] for i, _ in members]) - drafts
+        caps = [worker.cap_of(held) for _, held in members]
         offsets, weight = query_rows_batch(drafts + 1, real, worker.settings.predictor)
         groups.append(
             ScoreGroup(
@@ -315,7 +317,8 @@ def _score_groups(
                 rows=torch.tensor([held.row for _, held in members]),
                 members=[(held.row, held.born) for _, held in members],
                 hot_of=torch.tensor([held.hot_count for _, held in members]),
-                cap=torch.tensor([worker.cap_of(held) for _, held in members]),
+                cap=torch.tensor(caps),
+                most=max(caps),
                 hot=torch.from_numpy(hot),
                 candidates=Candidates(
                     index=torch.from_numpy(index),

@@ -367,8 +367,8 @@ class Worker:
                 if group.seeds:
                     outcomes.append(Outcome(group, blocks=first_set(scores, group.hot_of, sinks, resident.shape[2])))
                 else:
-                    cap = group.hot_of if uncapped else group.cap
-                    plan = plan_swaps(scores, resident, age, hot_of, sinks, cap, step, rows=group.rows)
+                    cap, most = (group.hot_of, None) if uncapped else (group.cap, group.most)
+                    plan = plan_swaps(scores, resident, age, hot_of, sinks, cap, step, group.rows, most)
                     outcomes.append(Outcome(group, plan=plan))
             return outcomes
 
@@ -397,7 +397,8 @@ class Worker:
                 if not all(lives):
                     plan, moves = plan.only(alive), moves and moves.only(alive)
                 if moves is not None:
-                    self._count_fetched(layer, int((plan.incoming != EMPTY).sum()), moves.page_heads)
+                    fetched = plan.misses - plan.capped if all(lives) else int((plan.incoming != EMPTY).sum())
+                    self._count_fetched(layer, fetched, moves.page_heads)
                 self.map.apply(layer, plan, moves)
                 if counts and not self.layout.layers[layer].is_draft:
                     self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)

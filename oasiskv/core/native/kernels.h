@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-constexpr int kMostDim = 512;
+constexpr int kMostDim = 256;
 constexpr int32_t kEmpty = -1;  // no block, no slot
 
 inline bool in_range(int64_t i, int64_t count) { return 0 <= i && i < count; }

@@ -28,7 +28,30 @@ inline Floats load_int8(const int8_t* from) {
     return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Floats);
 }
 
-// The sums of the lanes of N vectors, N = 4 or 8, in a third of the shuffles that N single sums would take.
+// The sums of the lanes of 16 vectors, in a quarter of the operations that 16 single sums would take: each round adds
+// halves of two vectors and puts them side by side.
+inline Floats sums(const Floats* v) {
+    Floats r[8], s[4], t[2];
+    for (int i = 0; i < 8; ++i) {
+        const Floats a = v[i / 4 * 8 + i % 4], b = v[i / 4 * 8 + i % 4 + 4];
+        r[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 4; ++i) {
+        const Floats a = r[i], b = r[i + 4];
+        s[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const Floats a = s[2 * i], b = s[2 * i + 1];
+        t[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    return __builtin_shufflevector(t[0], t[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+           __builtin_shufflevector(t[0], t[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+
+// The same of N = 4 or 8 vectors.
 template <int N>
 inline void sums(const Floats* v, float* out) {
     typedef float Half __attribute__((vector_size(32)));

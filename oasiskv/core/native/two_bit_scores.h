@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "kernels.h"
@@ -42,22 +43,30 @@ class Unit {
         first_ = a_.store + head * a_.head_stride;
         index_ = a_.index + request * a_.columns;
         read_queries(request, head);
-        estimate_boxes(pages);
+        if (tile_ == 4) score<4>(pages, out);
+        if (tile_ == 8) score<8>(pages, out);
+        if (tile_ == 16) score<16>(pages, out);
+    }
+
+  private:
+    template <int N>
+    void score(int64_t pages, float* out) {
+        estimate_boxes<N>(pages);
         if (a_.refine < pages)
-            choose(pages);
+            choose<N>(pages);
         else {
             chosen_.resize(pages);
             for (int64_t m = 0; m < pages; ++m) chosen_[m] = static_cast<int32_t>(m);
         }
-        refine(pages, out);
+        refine<N>(pages, out);
     }
 
-  private:
     const uint8_t* part(int64_t page, int64_t p) const {
         return first_ + (index_[page] * a_.parts + p) * a_.part_bytes;
     }
 
-    // The query heads of this KV head, in each row that counts, times the softmax scale; and zeros up to a multiple of 4.
+    // The query heads of this KV head, in each row that counts, times the softmax scale; and zeros up to whole tiles of
+    // 4, 8 or 16.
     void read_queries(int64_t request, int64_t head) {
         queries_.clear();
         count_ = 0;
@@ -78,26 +87,27 @@ class Unit {
                 }
             }
         }
-        padded_ = (count_ + 3) / 4 * 4;
+        tile_ = count_ <= 4 ? 4 : count_ <= 8 ? 8 : 16;
+        padded_ = (count_ + tile_ - 1) / tile_ * tile_;
         queries_.resize(padded_ * Wide, 0.0f);
         read_reaches();
     }
 
     // Centre and half-width of a part as floats, zero beyond `dim`.
-    void read_box(const uint8_t* part) {
+    void read_box(const uint8_t* part, float* centre, float* half) const {
         if (a_.box_format == kBFloat16 && whole_) {
             const uint16_t* from = reinterpret_cast<const uint16_t*>(part);
             for (int64_t d = 0; d < Wide; d += kLanes) {
-                store(centre_ + d, load_bfloat16(from + d));
-                store(half_ + d, load_bfloat16(from + Wide + d));
+                store(centre + d, load_bfloat16(from + d));
+                store(half + d, load_bfloat16(from + Wide + d));
             }
             return;
         }
         float scale = 1;
         if (a_.box_format == kInt8) std::memcpy(&scale, part, 4);
         for (int64_t d = 0; d < Wide; ++d) {
-            centre_[d] = d < a_.dim ? scale * box_number(part, d) : 0.0f;
-            half_[d] = d < a_.dim ? scale * box_number(part, a_.dim + d) : 0.0f;
+            centre[d] = d < a_.dim ? scale * box_number(part, d) : 0.0f;
+            half[d] = d < a_.dim ? scale * box_number(part, a_.dim + d) : 0.0f;
         }
     }
 
@@ -115,85 +125,121 @@ class Unit {
         return value;
     }
 
-    // mass_[q][page]: exp of the box estimates, less the query's largest (offset_[q]); total over a page's parts.
+    // mass_[page][q]: exp of the box estimates, less the query's largest (offset_[q]); boxes_[q]: of all pages together.
+    // Estimates are made for 16 / N parts and N queries at a time, one in each lane: [tile][part][N].
+    template <int N>
     void estimate_boxes(int64_t pages) {
-        const int64_t parts = a_.parts, all_parts = pages * parts;
-        const int64_t stride = (all_parts + kLanes - 1) / kLanes * kLanes;
-        estimate_.resize(padded_ * stride);
-        for (int64_t i = 0; i < all_parts; ++i) {
-            const int64_t ahead = std::min(i + kAhead, all_parts - 1);
-            const uint8_t* next = part(ahead / parts, ahead % parts);
-            for (int64_t b = 0; b < box_bytes_; b += 64) __builtin_prefetch(next + b);
-            open_box(part(i / parts, i % parts));
-            float* estimates = estimate_.data() + i;
-            int64_t q = 0;
-            for (; q + 8 <= padded_; q += 8) estimate_box<8>(q, estimates, stride);
-            if (q < padded_) estimate_box<4>(q, estimates, stride);
-        }
-        mass_.assign(count_ * pages, 0.0f);
-        offset_.assign(padded_, 0.0f);
-        boxes_.resize(count_);
-        for (int64_t q = 0; q < count_; ++q) {
-            float* estimates = estimate_.data() + q * stride;
-            offset_[q] = *std::max_element(estimates, estimates + all_parts);
-            std::fill(estimates + all_parts, estimates + stride, -INFINITY);
-            for (int64_t i = 0; i < stride; i += kLanes)
-                store(estimates + i, exponential(load(estimates + i) - offset_[q]));
-            float total = 0;
-            for (int64_t m = 0; m < pages; ++m) {
-                float page = 0;
-                for (int64_t p = 0; p < parts; ++p) page += estimates[m * parts + p];
-                mass_[q * pages + m] = page;
-                total += page;
+        constexpr int kParts = kLanes / N;
+        const int64_t parts = a_.parts, all_parts = pages * parts, tiles = padded_ / N;
+        const int64_t stride = (all_parts + kParts - 1) / kParts * kLanes;
+        estimate_.resize(tiles * stride);
+        for (int64_t i = 0; i < all_parts; i += kParts) {
+            for (int64_t p = 0; p < kParts; ++p) {
+                const int64_t ahead = std::min(i + p + kAhead, all_parts - 1), here = std::min(i + p, all_parts - 1);
+                const uint8_t* next = part(ahead / parts, ahead % parts);
+                for (int64_t b = 0; b < box_bytes_; b += 64) __builtin_prefetch(next + b);
+                open_box(part(here / parts, here % parts), p);
             }
-            boxes_[q] = total;
+            for (int64_t t = 0; t < tiles; ++t)
+                store(estimate_.data() + t * stride + i * N, estimates<N>(t * N));
+        }
+        mass_.assign(pages * padded_, 0.0f);
+        offset_.assign(padded_, 0.0f);
+        boxes_.assign(padded_, 0.0f);
+        for (int64_t t = 0; t < tiles; ++t) {
+            float* estimates = estimate_.data() + t * stride;
+            for (int64_t i = all_parts * N; i < stride; ++i) estimates[i] = -INFINITY;
+            float most[kLanes], offsets[kLanes];
+            Floats largest = load(estimates);
+            for (int64_t i = kLanes; i < stride; i += kLanes) {
+                const Floats found = load(estimates + i);
+                largest = found > largest ? found : largest;
+            }
+            store(most, largest);
+            for (int n = 0; n < kLanes; ++n) {
+                offsets[n] = most[n % N];
+                for (int p = 1; p < kParts; ++p) offsets[n] = std::max(offsets[n], most[n % N + p * N]);
+            }
+            std::copy(offsets, offsets + N, offset_.data() + t * N);
+            for (int64_t i = 0; i < stride; i += kLanes)
+                store(estimates + i, exponential(load(estimates + i) - load(offsets)));
+            float total[N] = {};
+            for (int64_t m = 0; m < pages; ++m) {
+                float page[N] = {};
+                for (int64_t p = 0; p < parts; ++p)
+                    for (int n = 0; n < N; ++n) page[n] += estimates[(m * parts + p) * N + n];
+                for (int n = 0; n < N; ++n) {
+                    mass_[m * padded_ + t * N + n] = page[n];
+                    total[n] += page[n];
+                }
+            }
+            std::copy(total, total + N, boxes_.data() + t * N);
         }
     }
 
-    // The pages whose boxes promise the largest shares of mass, all queries together.
-    void choose(int64_t pages) {
-        share_.assign(pages, 0.0f);
-        for (int64_t q = 0; q < count_; ++q)
-            for (int64_t m = 0; m < pages; ++m) share_[m] += mass_[q * pages + m] / boxes_[q];
-        order_.resize(pages);
-        for (int64_t m = 0; m < pages; ++m) order_[m] = static_cast<int32_t>(m);
-        std::nth_element(order_.begin(), order_.begin() + a_.refine, order_.end(), [this](int32_t x, int32_t y) {
-            return share_[x] != share_[y] ? share_[x] > share_[y] : x < y;
-        });
-        chosen_.assign(order_.begin(), order_.begin() + a_.refine);
-        std::sort(chosen_.begin(), chosen_.end());
+    // rows[i] . factors, over all queries.
+    template <int N>
+    float weighted(const float* rows, int64_t i, const float* factors) const {
+        float lanes[N] = {};
+        for (int64_t q = 0; q < padded_; q += N)
+            for (int n = 0; n < N; ++n) lanes[n] += rows[i * padded_ + q + n] * factors[q + n];
+        for (int half = N / 2; half > 0; half /= 2)
+            for (int n = 0; n < half; ++n) lanes[n] += lanes[n + half];
+        return lanes[0];
     }
 
+    // The pages whose boxes promise the largest shares of mass, all queries together; ties to the first.
+    template <int N>
+    void choose(int64_t pages) {
+        factors_.assign(padded_, 0.0f);
+        for (int64_t q = 0; q < count_; ++q) factors_[q] = 1 / boxes_[q];
+        share_.resize(pages);
+        for (int64_t m = 0; m < pages; ++m) share_[m] = weighted<N>(mass_.data(), m, factors_.data());
+        ranked_ = share_;
+        std::nth_element(ranked_.begin(), ranked_.begin() + (a_.refine - 1), ranked_.end(), std::greater<float>());
+        const float least = ranked_[a_.refine - 1];
+        int64_t ties = a_.refine;
+        for (int64_t m = 0; m < pages; ++m) ties -= share_[m] > least;
+        chosen_.clear();
+        for (int64_t m = 0; m < pages; ++m)
+            if (share_[m] > least || (share_[m] == least && ties-- > 0)) chosen_.push_back(static_cast<int32_t>(m));
+    }
+
+    template <int N>
     void refine(int64_t pages, float* out) {
-        fine_.assign(padded_ * chosen_.size(), 0.0f);
-        const int64_t all_parts = static_cast<int64_t>(chosen_.size()) * a_.parts;
+        const int64_t chosen = static_cast<int64_t>(chosen_.size()), all_parts = chosen * a_.parts;
+        fine_.assign(padded_ * chosen, 0.0f);
         for (int64_t i = 0; i < all_parts; ++i) {
             const int64_t ahead = std::min(i + kAhead, all_parts - 1);
             const uint8_t* next = part(chosen_[ahead / a_.parts], ahead % a_.parts);
             for (int64_t b = 0; b < a_.part_bytes; b += 64) __builtin_prefetch(next + b);
-            read_part(part(chosen_[i / a_.parts], i % a_.parts), fine_.data() + i / a_.parts);
+            read_part(part(chosen_[i / a_.parts], i % a_.parts), fine_.data() + i / a_.parts * padded_);
         }
-        std::fill(out, out + pages, 0.0f);
-        for (int64_t q = 0; q < count_; ++q) {
-            const float* fine = fine_.data() + q * chosen_.size();
-            float* mass = mass_.data() + q * pages;
-            float known = 0, promised = 0;
-            for (size_t k = 0; k < chosen_.size(); ++k) {
-                known += fine[k];
-                promised += mass[chosen_[k]];
+        known_.assign(padded_, 0.0f);
+        promised_.assign(padded_, 0.0f);
+        for (int64_t k = 0; k < chosen; ++k)
+            for (int64_t q = 0; q < padded_; ++q) {
+                known_[q] += fine_[k * padded_ + q];
+                promised_[q] += mass_[chosen_[k] * padded_ + q];
             }
-            const float scale = promised > 0 ? known / promised : 0;
-            const float total = known + scale * std::max(0.0f, boxes_[q] - promised);
+        // A page's share is its mass by the total; a mass by its box alone is first scaled to what the codes say.
+        factors_.assign(padded_, 0.0f);
+        fine_factors_.assign(padded_, 0.0f);
+        for (int64_t q = 0; q < count_; ++q) {
+            const float scale = promised_[q] > 0 ? known_[q] / promised_[q] : 0;
+            const float total = known_[q] + scale * std::max(0.0f, boxes_[q] - promised_[q]);
             if (!(total > 0)) continue;
-            for (size_t k = 0; k < chosen_.size(); ++k) mass[chosen_[k]] = fine[k] / scale;
-            for (int64_t m = 0; m < pages; ++m) out[m] += mass[m] * (scale / total);
+            factors_[q] = scale / total;
+            fine_factors_[q] = 1 / total;
         }
+        for (int64_t m = 0; m < pages; ++m) out[m] = weighted<N>(mass_.data(), m, factors_.data());
+        for (int64_t k = 0; k < chosen; ++k) out[chosen_[k]] = weighted<N>(fine_.data(), k, fine_factors_.data());
         for (int64_t m = pages - 1; m > 0; --m) out[m] += a_.read_on * out[m - 1];
     }
 
-    // Add the exp of the tokens' logits, less the query's offset, to fine[q * chosen pages].
+    // Add the exp of the tokens' logits, less the query's offset, to fine[q].
     void read_part(const uint8_t* part, float* fine) {
-        read_box(part);
+        read_box(part, centre_, half_);
         for (int64_t d = 0; d < Wide; d += kLanes) {
             const Floats half = load(half_ + d);
             store(centre_ + d, load(centre_ + d) - half);   // now the lowest key
@@ -222,7 +268,7 @@ class Unit {
         products<N>(logits);
         for (int n = 0; n < N; ++n) logits[n] = exponential(logits[n] + (found[n] - offset_[q + n]));
         sums<N>(logits, found);
-        for (int n = 0; n < N; ++n) fine[(q + n) * static_cast<int64_t>(chosen_.size())] += found[n];
+        for (int n = 0; n < N; ++n) fine[q + n] += found[n];
     }
 
 #ifdef OASIS_BFLOAT16_PRODUCTS
@@ -242,32 +288,34 @@ class Unit {
         std::memcpy(to, &rounded, 32);
     }
 
-    // The part's box in bfloat16, where it lies or in a copy: [2][Wide].
-    void open_box(const uint8_t* part) {
-        box_ = reinterpret_cast<const uint16_t*>(part);
+    // The box of one of the parts that are estimated together, in bfloat16, where it lies or in a copy: [2][Wide].
+    void open_box(const uint8_t* part, int64_t p) {
+        boxes_at_[p] = reinterpret_cast<const uint16_t*>(part);
         if (a_.box_format == kBFloat16 && whole_) return;
-        read_box(part);
+        read_box(part, centre_, half_);
         for (int64_t d = 0; d < Wide; d += kLanes) {
-            shorten(load(centre_ + d), box_copy_ + d);
-            shorten(load(half_ + d), box_copy_ + Wide + d);
+            shorten(load(centre_ + d), box_copies_[p] + d);
+            shorten(load(half_ + d), box_copies_[p] + Wide + d);
         }
-        box_ = box_copy_;
+        boxes_at_[p] = box_copies_[p];
     }
 
     template <int N>
-    void estimate_box(int64_t q, float* estimates, int64_t stride) {
+    Floats estimates(int64_t q) const {
+        constexpr int kParts = kLanes / N;
         const uint16_t* queries = short_.data() + 2 * q * Wide;
-        __m512 total[N];
-        for (int n = 0; n < N; ++n) total[n] = _mm512_setzero_ps();
+        __m512 total[kLanes];
+        for (int i = 0; i < kLanes; ++i) total[i] = _mm512_setzero_ps();
         for (int64_t d = 0; d < 2 * Wide; d += 2 * kLanes) {
-            const __m512i box = _mm512_loadu_si512(box_ + d);
-            for (int n = 0; n < N; ++n)
-                total[n] = _mm512_dpbf16_ps(total[n], (__m512bh)box,
-                                            (__m512bh)_mm512_loadu_si512(queries + 2 * n * Wide + d));
+            __m512i box[kParts];
+            for (int p = 0; p < kParts; ++p) box[p] = _mm512_loadu_si512(boxes_at_[p] + d);
+            for (int n = 0; n < N; ++n) {
+                const __m512i values = _mm512_loadu_si512(queries + 2 * n * Wide + d);
+                for (int p = 0; p < kParts; ++p)
+                    total[p * N + n] = _mm512_dpbf16_ps(total[p * N + n], (__m512bh)box[p], (__m512bh)values);
+            }
         }
-        float found[N];
-        sums<N>(reinterpret_cast<const Floats*>(total), found);
-        for (int n = 0; n < N; ++n) estimates[(q + n) * stride] = found[n];
+        return sums(reinterpret_cast<const Floats*>(total));
     }
 
     void unpack(const uint8_t* codes) { codes_ = codes; }
@@ -302,8 +350,8 @@ class Unit {
 
     const uint8_t* codes_ = nullptr;
     alignas(64) uint32_t weights_[8 * Wide / 2];
-    alignas(64) uint16_t box_copy_[2 * Wide];
-    const uint16_t* box_ = nullptr;
+    alignas(64) uint16_t box_copies_[4][2 * Wide];
+    const uint16_t* boxes_at_[4] = {};
     std::vector<uint16_t> short_;
 #else
     // Half the absolute values of the queries.
@@ -312,23 +360,23 @@ class Unit {
         for (size_t i = 0; i < queries_.size(); ++i) reaches_[i] = 0.5f * std::fabs(queries_[i]);
     }
 
-    void open_box(const uint8_t* part) { read_box(part); }
+    void open_box(const uint8_t* part, int64_t p) { read_box(part, centres_[p], halves_[p]); }
 
     template <int N>
-    void estimate_box(int64_t q, float* estimates, int64_t stride) {
+    Floats estimates(int64_t q) const {
+        constexpr int kParts = kLanes / N;
         const float* queries = queries_.data() + q * Wide;
         const float* reaches = reaches_.data() + q * Wide;
-        Floats total[N] = {};
-        for (int64_t d = 0; d < Wide; d += kLanes) {
-            const Floats centre = load(centre_ + d), half = load(half_ + d);
-            for (int n = 0; n < N; ++n) {
-                total[n] += load(queries + n * Wide + d) * centre;
-                total[n] += load(reaches + n * Wide + d) * half;
+        Floats total[kLanes] = {};
+        for (int p = 0; p < kParts; ++p)
+            for (int64_t d = 0; d < Wide; d += kLanes) {
+                const Floats centre = load(centres_[p] + d), half = load(halves_[p] + d);
+                for (int n = 0; n < N; ++n) {
+                    total[p * N + n] += load(queries + n * Wide + d) * centre;
+                    total[p * N + n] += load(reaches + n * Wide + d) * half;
+                }
             }
-        }
-        float found[N];
-        sums<N>(total, found);
-        for (int n = 0; n < N; ++n) estimates[(q + n) * stride] = found[n];
+        return sums(total);
     }
 
     void unpack(const uint8_t* codes) {
@@ -336,7 +384,7 @@ class Unit {
             Ints words;
             std::memcpy(&words, codes + 64 * g, 64);
             for (int k = 0; k < kLanes; ++k) {
-                store(tile_ + (kLanes * g + k) * kLanes, __builtin_convertvector(words & 3, Floats));
+                store(tokens_ + (kLanes * g + k) * kLanes, __builtin_convertvector(words & 3, Floats));
                 words >>= 2;
             }
         }
@@ -347,28 +395,30 @@ class Unit {
     template <int N>
     void products(Floats* logits) {
         for (int64_t d = 0; d < Wide; ++d) {
-            const Floats tokens = load(tile_ + d * kLanes);
+            const Floats tokens = load(tokens_ + d * kLanes);
             for (int n = 0; n < N; ++n) logits[n] += weights_[n * Wide + d] * tokens;
         }
     }
 
-    alignas(64) float tile_[Wide * kLanes] = {};  // zero beyond `dim`
+    alignas(64) float tokens_[Wide * kLanes] = {};  // zero beyond `dim`
+    alignas(64) float centres_[4][Wide], halves_[4][Wide];
     alignas(64) float weights_[8 * Wide];
     std::vector<float> reaches_;
 #endif
 
-    static constexpr int kAhead = 4;  // parts
+    static constexpr int kAhead = 8;  // parts
 
     const TwoBitScores& a_;
     const int64_t box_bytes_, groups_;
     const bool whole_;
     const uint8_t* first_ = nullptr;
     const int64_t* index_ = nullptr;
-    int64_t count_ = 0, padded_ = 0;
+    int64_t count_ = 0, padded_ = 0, tile_ = 0;
     alignas(64) float centre_[Wide];
     alignas(64) float half_[Wide];
-    std::vector<float> queries_, estimate_, mass_, offset_, boxes_, share_, fine_;
-    std::vector<int32_t> order_, chosen_;
+    std::vector<float> queries_, estimate_, mass_, offset_, boxes_, share_, ranked_, fine_, known_, promised_;
+    std::vector<float> factors_, fine_factors_;
+    std::vector<int32_t> chosen_;
 };
 
 template <int64_t Wide>
@@ -384,9 +434,7 @@ void run_units(const TwoBitScores& a) {
 
 void two_bit_scores(const TwoBitScores& a) {
     if (a.dim <= 64) return run_units<64>(a);
-    if (a.dim <= 96) return run_units<96>(a);
     if (a.dim <= 128) return run_units<128>(a);
-    if (a.dim <= 256) return run_units<256>(a);
     run_units<kMostDim>(a);
 }
 
