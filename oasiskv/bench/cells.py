@@ -183,6 +183,14 @@ def context_for(workload: Workload) -> int:
     return blocks_for(workload.context, STOCK_BLOCK) * STOCK_BLOCK
 
 
+def pool_tokens(requests: float, workload: Workload) -> int:
+    """Tokens of a pool in which stock vLLM holds so many requests to their last token: their blocks, and its empty one.
+
+    ``requests * context`` would lack a few blocks, and one request would be preempted over and over.
+    """
+    return int(requests * context_for(workload)) + STOCK_BLOCK
+
+
 def make_cell(
     model: Model,
     workload: Workload,

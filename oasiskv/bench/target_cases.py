@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from oasiskv.bench.cells import STOCK_BLOCK, Cell, Model, context_for, make_cell
+from oasiskv.bench.cells import Cell, Model, make_cell, pool_tokens
 from oasiskv.bench.job import DENSE, LIMIT, OASIS
 from oasiskv.bench.targets import Case, Contender, Target
 from oasiskv.bench.workloads import WORKLOADS, Workload, repetitions
@@ -27,7 +27,7 @@ def _sized(
     workload: Workload,
     requests: int,
     budget: int,
-    pool_tokens: int,
+    pool: int,
     options: tuple[str, ...] = (),
     stretch: bool = False,
     **settings: Any,
@@ -36,18 +36,10 @@ def _sized(
     chosen = {"budget_tokens": budget, **settings}
 
     def cell(model: Model) -> Cell:
-        pool = pool_tokens * model.token_bytes
-        return make_cell(model, workload, requests, requests, chosen, pool, options=options, stretch=stretch)
+        size = pool * model.token_bytes
+        return make_cell(model, workload, requests, requests, chosen, size, options=options, stretch=stretch)
 
     return cell
-
-
-def _whole(requests: int, workload: Workload) -> int:
-    """Tokens of a pool in which stock vLLM holds so many requests to their last token: its blocks, one of them empty.
-
-    ``requests * context`` would lack a few blocks, and one request would be preempted over and over.
-    """
-    return requests * context_for(workload) + STOCK_BLOCK
 
 
 def _workload(name: str, prompt: int, output: int) -> Workload:
@@ -58,7 +50,7 @@ def _beside_dense(
     workload: Workload, requests: int, pool: int, budget: int = 2048, limit: bool = False
 ) -> dict[str, Contender]:
     """Dense vLLM and OasisKV, and the limit if it is wanted. ``pool``: whole requests."""
-    cell = _sized(workload, requests, budget, _whole(pool, workload))
+    cell = _sized(workload, requests, budget, pool_tokens(pool, workload))
     runs = {DENSE: Contender(cell, DENSE), OASIS: Contender(cell, OASIS)}
     return {**runs, LIMIT: Contender(cell, LIMIT, batch_of=OASIS)} if limit else runs
 
@@ -98,10 +90,10 @@ def _same_batch(name: str, prompt: int, decoding: float) -> Case:
 def _step_with_context() -> Case:
     """The same pool in bytes for both contexts: two of the longer ones."""
     workloads = {SHORT: _workload("decode", 8_000, 32), LONG: _workload("decode", 128_000, 32)}
-    pool_tokens = _whole(2, workloads[LONG])
+    pool = pool_tokens(2, workloads[LONG])
 
     def run(workload: Workload) -> Contender:
-        return Contender(_sized(workload, 8, 2048, pool_tokens, stretch=True, residency="bounded"), OASIS)
+        return Contender(_sized(workload, 8, 2048, pool, stretch=True, residency="bounded"), OASIS)
 
     return Case(
         "step-128k",
@@ -116,7 +108,7 @@ def _drafts() -> Case:
     workload = _workload("long-context", 5_000, 256)
 
     def run(*options: str) -> Contender:
-        return Contender(_sized(workload, 4, 1024, _whole(2, workload), options, residency="bounded"), OASIS)
+        return Contender(_sized(workload, 4, 1024, pool_tokens(2, workload), options, residency="bounded"), OASIS)
 
     return Case(
         "ngram",

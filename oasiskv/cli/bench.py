@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from oasiskv.bench import report
-from oasiskv.bench.cells import GIB, Cell, Model, make_cell
+from oasiskv.bench.cells import GIB, Cell, Model, make_cell, pool_tokens
 from oasiskv.bench.job import LIMIT, PLUS
 from oasiskv.bench.rounds import CellResult, run_cell
 from oasiskv.bench.runner import Runner, load_model, text_source
@@ -142,7 +142,7 @@ def _cells(
         workload = replace(workload, turns=args.turns)
     lengths = itertools.product(args.prompt or [workload.prompt], args.output or [workload.output])
     sized = [replace(workload, prompt=prompt, output=output) for prompt, output in lengths]
-    pool = args.pool_requests * max(w.context for w in sized) * model.token_bytes
+    pool: float = max(pool_tokens(args.pool_requests, w) for w in sized) * model.token_bytes
     if args.pool_gib:
         pool = args.pool_gib * GIB
     usual = args.requests or workload.requests

@@ -188,15 +188,18 @@ class TwoBitScorer(Scorer):
         return torch.cat((box, packed), dim=-1)
 
     def write(self, keys: Tensor, first: Tensor, store: Tensor, parts: Tensor) -> None:
-        if kernels.take(keys, store) and self.head_dim <= kernels.MOST_DIM and keys.dtype in _COMPILED_KEYS:
+        if self._has_kernel(keys.dtype, keys, store):
             kernels.two_bit_summaries(keys, first, store, parts, self.dtype)
         else:
             super().write(keys, first, store, parts)
 
     def compiled(self, store: Tensor, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
-        if not kernels.take(store) or self.head_dim > kernels.MOST_DIM or key_dtype not in _COMPILED_KEYS:
+        if not self._has_kernel(key_dtype, store):
             return None
         return kernels.TwoBitLayer(store, self.head_dim, key_dtype, self.dtype)
+
+    def _has_kernel(self, key_dtype: torch.dtype, *tensors: Tensor) -> bool:
+        return kernels.take(*tensors) and self.head_dim <= kernels.MOST_DIM and key_dtype in _COMPILED_KEYS
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         keys = self.keys(summaries).flatten(1, 3)

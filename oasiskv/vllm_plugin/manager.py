@@ -176,7 +176,7 @@ class OasisManager(FullAttentionManager):
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
         if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
-            return
+            return  # as in nearly every step: the base would say the same, after more questions
         if self.ledger is not None:
             num_tokens = self.ledger.cacheable(request, num_tokens)
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)

@@ -54,5 +54,6 @@ def test_a_sweep_is_every_combination_in_one_pool(tiny_llama: Path) -> None:
          "--budgets", "256,512", "--no-html", "--enforce-eager"]
     )  # fmt: skip
     assert len(request.cells) == 8
-    assert len({cell.pool_bytes for cell in request.cells}) == 1
+    (pool,) = {cell.pool_bytes for cell in request.cells}
+    assert pool == (3 * 8 + 1) * 128 * request.model.token_bytes  # 3 of 1,020 tokens, and vLLM's empty block
     assert {cell.options for cell in request.cells} == {("--enforce-eager",)}

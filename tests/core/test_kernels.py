@@ -9,6 +9,7 @@ from oasiskv.core.page_scores import Candidates
 from oasiskv.core.residency import PageMoves, ResidencyMap
 from oasiskv.core.scorers import Scorer, TwoBitScorer
 from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.summaries import LayerSummaries, SummaryBook, Written
 from oasiskv.core.swap_plan import EMPTY, plan_swaps
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int8)
@@ -80,6 +81,52 @@ def test_summaries_are_the_references_to_the_bit(dtype, dim) -> None:
     scorer.write(keys, first, found, parts)
     Scorer.write(scorer, keys, first, exact, parts)
     assert torch.equal(found, exact) and exact.any()
+
+
+@pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16])
+def test_a_layers_step_is_the_references(key_dtype, monkeypatch) -> None:
+    """Whole parts of a chunk, keys that wait, and a part that they complete, from strided keys."""
+
+    def carry_out() -> torch.Tensor:
+        store = torch.zeros(2, 6, 2, TwoBitScorer(64, torch.bfloat16).part_bytes, dtype=torch.uint8)
+        layer = LayerSummaries(TwoBitScorer(64, torch.bfloat16), store, 32, key_dtype)
+        book, dice, start = SummaryBook(6, 32), generator(5), 0
+        for count in (70, 7, 1, 2, 16):
+            wide = torch.randn(count, 3 * 2 * 64, generator=dice).to(key_dtype)
+            keys = wide[:, 128:256].view(count, 2, 64)
+            layer.apply(book.write([Written(start, count, 0, 0, [4, 1, 3, 5])]), keys)
+            start += count
+        layer.apply(book.finish([(3, 32)]), None)
+        return store
+
+    found = carry_out()
+    monkeypatch.setattr(kernels, "take", lambda *tensors: False)
+    assert torch.equal(found, carry_out()) and found[:, [4, 1, 3]].any(-1).all()
+
+
+def test_a_layer_refuses_keys_that_do_not_fit() -> None:
+    store = torch.zeros(2, 4, TwoBitScorer(64, torch.bfloat16).part_bytes, dtype=torch.uint8)
+    layer = kernels.TwoBitLayer(store, 64, torch.bfloat16, torch.bfloat16)
+    layer.stage(torch.zeros(32, 2, 64, dtype=torch.bfloat16))
+    nothing = torch.empty(0, dtype=torch.int64)
+    names = ("stage_tokens", "stage_slots", "bulk_first", "bulk_parts", "staged_first", "staged_parts")
+
+    def writes(**given: int) -> kernels.TwoBitWrites:
+        return kernels.TwoBitWrites(**{n: torch.tensor([given[n]]) if n in given else nothing for n in names})
+
+    keys = torch.zeros(16, 2, 64, dtype=torch.bfloat16)
+    for wrong in (keys.float(), keys[..., :32], keys.transpose(0, 1).contiguous().transpose(0, 1)):
+        with pytest.raises(ValueError, match="do not fit"):
+            layer.write(writes(), wrong)
+    outside = (
+        {"stage_tokens": 16, "stage_slots": 0},
+        {"stage_tokens": 0, "stage_slots": 32},
+        {"bulk_first": 1, "bulk_parts": 0},
+        {"staged_first": 0, "staged_parts": 4},
+    )
+    for places in outside:
+        with pytest.raises(IndexError, match="out of range"):
+            layer.write(writes(**places), keys)
 
 
 @pytest.mark.parametrize("seed", range(20))
