@@ -1,7 +1,9 @@
-"""``python -m oasiskv.bench.engine``: one engine, in a process of its own.
+r"""``python -m oasiskv.bench.engine``: one engine, in a process of its own.
 
-Reads a :class:`Job` as one line of JSON from standard input. Writes events to standard output, one line of JSON each:
-``{"progress": {...}}`` after every step and ``{"run": {...}}`` at the end. What vLLM prints goes to standard error.
+Reads :class:`Job`\ s from standard input, one line of JSON each, until that ends. The first one says what engine to
+load; the others ask the same engine more, which has forgotten all KV by then. Writes events to standard output, one
+line of JSON each: ``{"progress": {...}}`` now and then and ``{"run": {...}}`` at the end of a job. What vLLM prints
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SECONDS_BETWEEN_EVENTS = 0.2
 
 
 def main() -> None:
-    """Run the job on standard input."""
+    """Run the jobs on standard input."""
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -34,17 +36,17 @@ def main() -> None:
     # process leaves one of them to the scheduler, which on two cores is half the machine).
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    send(run=run(Job.from_json(sys.stdin.readline()), send).as_dict())
+    engine = None
+    for line in sys.stdin:
+        job = Job.from_json(line)
+        if engine is None:
+            engine = Engine(job)
+        send(run=run(engine, job, send).as_dict())
 
 
-def run(job: Job, send: Callable[..., None]) -> Run:
-    """Load the engine, go through all conversations, and measure every step."""
-    began = time.perf_counter()
-    engine = Engine(job)
-    drive(engine, [Conversation("warm-up", (Turn((1,) * job.warm_up, WARM_UP_OUTPUT),))], 1)
-    load_seconds = time.perf_counter() - began
-    engine.counters.forget()
-
+def run(engine: Engine, job: Job, send: Callable[..., None]) -> Run:
+    """Go through all conversations of a job and measure every step."""
+    engine.forget()
     done, told = [0, 0], 0.0
 
     def on_step(samples: Sequence[Sample]) -> None:
@@ -60,7 +62,7 @@ def run(job: Job, send: Callable[..., None]) -> Run:
         row=job.row,
         block_size=engine.probe.block_size,
         pool_blocks=engine.probe.pool_blocks,
-        load_seconds=load_seconds,
+        load_seconds=engine.load_seconds,
         preemptions=engine.counters.preemptions,
         samples=tuple(samples),
         answers=tuple(answers),
@@ -69,11 +71,15 @@ def run(job: Job, send: Callable[..., None]) -> Run:
 
 
 class Engine:
-    """vLLM's engine for a job, as :class:`oasiskv.bench.drive.Steppable`."""
+    """vLLM's engine for a job, as :class:`oasiskv.bench.drive.Steppable`.
+
+    ``load_seconds``: what loading it and a first, small request took.
+    """
 
     def __init__(self, job: Job) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        began = time.perf_counter()
         self.counters = Counters()
         self._engine: Any = LLMEngine.from_engine_args(
             engine_args(job), stat_loggers=[lambda config, index: self.counters]
@@ -81,6 +87,21 @@ class Engine:
         core = self._engine.engine_core.engine_core
         self.probe = Probe(core)
         self._scheduling = Stopwatch(core.scheduler, "schedule", "update_from_output")
+        self._is_ours = job.settings is not None
+        drive(self, [Conversation("warm-up", (Turn((1,) * job.warm_up, WARM_UP_OUTPUT),))], 1)
+        self.load_seconds = time.perf_counter() - began
+
+    def forget(self) -> None:
+        """Start from nothing: no KV is kept of what was asked before, and nothing is counted yet.
+
+        Raises:
+            RuntimeError: vLLM would not let go of its prefix cache.
+        """
+        if not self._engine.reset_prefix_cache(reset_connector=self._is_ours):
+            raise RuntimeError("vLLM did not reset its prefix cache: a block is still in use")
+        self.counters.forget()
+        self.probe.forget()
+        self.observe()
 
     def add(self, name: str, tokens: Sequence[int], output: int) -> None:
         """Submit a request."""

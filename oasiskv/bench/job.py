@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 DENSE, OASIS, PLUS, LIMIT = "dense", "oasis", "dense_plus_host", "limit"
@@ -63,6 +63,11 @@ class Job:
     def prompt_tokens(self) -> int:
         """New ones in all turns, answers not."""
         return sum(len(turn.tokens) for c in self.conversations for turn in c.turns)
+
+    @property
+    def engine_key(self) -> str:
+        """The same for jobs that one engine can run, one after another."""
+        return replace(self, conversations=(), concurrency=0).to_json()
 
     def to_json(self) -> str:
         """One line for the process."""

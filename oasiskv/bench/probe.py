@@ -45,6 +45,10 @@ class Probe:
         self.block_size = int(self.manager.block_size)
         self._computed: dict[str, int] = {}
 
+    def forget(self) -> None:
+        """Requests of the same names may come again."""
+        self._computed.clear()
+
     def running(self) -> int:
         """Requests that run, as vLLM counts them: prompt or output under way."""
         return len(self.scheduler.running)

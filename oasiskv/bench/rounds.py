@@ -14,7 +14,7 @@ from oasiskv.report.statistics import Spread, spread
 States = dict[str, int]
 """Most requests at once in each of OasisKV's states."""
 RunRow = Callable[[Cell, str, int], tuple[Figures, States]]
-"""``(cell, row, batch)`` to what a fresh engine did."""
+"""``(cell, row, batch)`` to what an engine did that knew nothing of what was asked before."""
 
 
 def paired(rounds: Iterable[tuple[Figures, Figures]], figure: str, by: str = "") -> Spread | None:

@@ -1,4 +1,4 @@
-"""What a command needs to run the rows of a cell: the model, a text, and a fresh engine for each run."""
+"""What a command needs to run the rows of a cell: the model, a text, and engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from oasiskv.bench.cells import TITLES, BenchError, Cell, Model
+from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.figures import Figures, figures
 from oasiskv.bench.job import LIMIT
-from oasiskv.bench.process import run_job
 from oasiskv.bench.rounds import States
 from oasiskv.bench.workloads import Source, random_tokens, slices
 from oasiskv.models import load_tokenizer, resolve_model
@@ -50,10 +50,11 @@ def text_source(model: Model, cell: Cell, cut: Cut = slices, random_text: bool =
 
 
 class Runner:
-    """Runs a row of a cell in a fresh engine. ``name``: for people, in the place of the row's."""
+    """Runs a row of a cell in an engine of ``engines``. ``name``: for people, in the place of the row's."""
 
-    def __init__(self, model: Model, source: Source, console: Console, name: str = "") -> None:
+    def __init__(self, model: Model, source: Source, engines: EnginePool, console: Console, name: str = "") -> None:
         self.model = model
+        self.engines = engines
         self.console = console
         self.name = name
         self._source = source
@@ -67,5 +68,5 @@ class Runner:
             from oasiskv.bench.serve_row import serve_row
 
             return serve_row(cell, row, self.model, self._round[row], title, self.console), {}
-        found = run_job(cell.job(row, self.model, self._source, batch), title, self.console)
+        found = self.engines.run(cell.job(row, self.model, self._source, batch), title)
         return figures(found, cell.budget), found.states

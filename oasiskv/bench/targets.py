@@ -105,7 +105,7 @@ class Measured:
 Round = Mapping[str, Measured]
 """Of every run, by label; without those whose giver had no batch beyond the budget."""
 Play = Callable[[str, int], Measured]
-"""``(label, batch)`` to what a fresh engine did; ``batch`` is 0 where none is taken."""
+"""``(label, batch)`` to what an engine that knew nothing did; ``batch`` is 0 where none is taken."""
 
 
 def play_round(case: Case, number: int, play: Play) -> Round:

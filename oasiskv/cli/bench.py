@@ -13,6 +13,7 @@ from rich.console import Console
 
 from oasiskv.bench import report
 from oasiskv.bench.cells import GIB, Cell, Model, make_cell, pool_tokens
+from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.job import LIMIT, PLUS
 from oasiskv.bench.rounds import CellResult, run_cell
 from oasiskv.bench.runner import Runner, load_model, text_source
@@ -178,10 +179,11 @@ def run(arguments: Sequence[str]) -> None:
     for number, cell in enumerate(request.cells, 1):
         progress.print(f"[bold]{number} of {len(request.cells)}: {cell.title}", highlight=False)
         source = text_source(request.model, cell, random_text=request.random_text)
-        runner = Runner(request.model, source, progress)
         rows = [row for row in request.side_rows if row != LIMIT or cell.has_limit(request.model)]
         try:
-            results.append(run_cell(cell, runner, request.rounds, request.side_rounds, rows))
+            with EnginePool(progress) as engines:
+                runner = Runner(request.model, source, engines, progress)
+                results.append(run_cell(cell, runner, request.rounds, request.side_rounds, rows))
         except BaseException:
             if results:  # hours of measuring are not lost with the last cell
                 request.output.deliver(report.make(request.model.name, results), made, console, shown=True)

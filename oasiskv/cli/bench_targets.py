@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from rich.console import Console
 
 from oasiskv.bench import target_report as report
 from oasiskv.bench.cells import BenchError, Cell, Model
+from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.runner import Runner, load_model, text_source
 from oasiskv.bench.target_cases import CASES
 from oasiskv.bench.targets import Case, CaseResult, Measured, Play, play_round
@@ -21,8 +23,8 @@ from oasiskv.report.provenance import Provenance, provenance
 
 NOTHING_MEASURED = 1
 """Exit status."""
-Start = Callable[[Case], tuple[Mapping[str, Cell], Play]]
-"""A case made ready: its cells by label, and how its runs are played. Raises FetchError, BenchError."""
+Start = Callable[[Case], AbstractContextManager[tuple[Mapping[str, Cell], Play]]]
+"""A case made ready: its cells by label, and how its runs are played. Entering it raises FetchError, BenchError."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,13 +114,14 @@ def measure(
 
 
 def _measure_case(result: CaseResult, rounds: int, start: Start) -> None:
-    try:
-        result.cells, play = start(result.case)
-    except (FetchError, BenchError) as error:
-        result.stopped = _in_one_line(error)
-        return
-    for number in range(rounds):
-        result.rounds.append(play_round(result.case, number, play))
+    with ExitStack() as stack:
+        try:
+            result.cells, play = stack.enter_context(start(result.case))
+        except (FetchError, BenchError) as error:
+            result.stopped = _in_one_line(error)
+            return
+        for number in range(rounds):
+            result.rounds.append(play_round(result.case, number, play))
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -127,27 +130,30 @@ def _in_one_line(error: BaseException) -> str:
 
 
 class Engines:
-    """Makes cases ready to run in fresh engines. A model is asked for once, also one that cannot be fetched."""
+    """Makes cases ready to run in engines of their own. A model is asked for once, also one that cannot be fetched."""
 
     def __init__(self, progress: Console) -> None:
         self._progress = progress
         self._models: dict[str, Model | FetchError] = {}
 
-    def __call__(self, case: Case) -> tuple[Mapping[str, Cell], Play]:
+    @contextmanager
+    def __call__(self, case: Case) -> Iterator[tuple[Mapping[str, Cell], Play]]:
         """See :data:`Start`."""
         model = self._model(case.model)
         cells = {label: contender.cell(model) for label, contender in case.runs.items()}
         for cell in cells.values():
             cell.check(model)
-        runners = {
-            label: Runner(model, text_source(model, cell, case.cut), self._progress, report.title(label))
-            for label, cell in cells.items()
-        }
+        texts = {label: text_source(model, cell, case.cut) for label, cell in cells.items()}
+        with EnginePool(self._progress) as engines:
+            runners = {
+                label: Runner(model, text, engines, self._progress, report.title(label))
+                for label, text in texts.items()
+            }
 
-        def play(label: str, batch: int) -> Measured:
-            return Measured(*runners[label](cells[label], case.runs[label].row, batch))
+            def play(label: str, batch: int) -> Measured:
+                return Measured(*runners[label](cells[label], case.runs[label].row, batch))
 
-        return cells, play
+            yield cells, play
 
     def _model(self, name: str) -> Model:
         if name not in self._models:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from oasiskv.bench.cells import Cell, Model, make_cell
+from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.figures import Figures, figures
 from oasiskv.bench.job import DENSE, LIMIT, OASIS
 from oasiskv.bench.process import RunFailed, run_job
@@ -61,6 +62,23 @@ def test_dense_oasiskv_and_the_limit_answer_everything(tiny_llama: Path) -> None
         assert 0 < found.scheduler_ms < found.step_ms
         assert (found.fetched_per_step > 0, found.pipeline_share > 0) == (row == OASIS, row == OASIS)
         assert run.states.get("bounded_requests", 0) == (4 if row == OASIS else 0)
+
+
+@pytest.mark.parametrize("row", [DENSE, OASIS])
+def test_an_engine_that_stays_has_forgotten_all_that_was_asked_before(row: str, tiny_llama: Path) -> None:
+    """Read, not filled: the second job computes its prompts again, and answers the same."""
+    model = tiny(tiny_llama)
+    workload = replace(WORKLOADS["long-context"], prompt=600, output=24)
+    pool = 3 * 640 * model.token_bytes
+    cell = make_cell(model, workload, 4, 4, SETTINGS, pool, options=("--enforce-eager",))
+    job = cell.job(row, model, random_tokens(model.vocabulary))
+    with EnginePool(QUIET) as engines:
+        first, second = (engines.run(job, row) for _ in range(2))
+    assert first.load_seconds == second.load_seconds  # loaded once
+    assert [a.name for a in first.answers] == [a.name for a in second.answers]
+    for run in (first, second):
+        assert sum(sample.prefilled for sample in run.samples) >= 4 * 600
+    assert first.states == second.states
 
 
 def test_an_engine_that_cannot_start_says_why(tiny_llama: Path) -> None:

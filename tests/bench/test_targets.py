@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from test_cells import SOURCE, cell
 
 from oasiskv.bench import target_report as report
 from oasiskv.bench.cells import STOCK_BLOCK, BenchError, Cell, Model, context_for
+from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.figures import Figures, figures
 from oasiskv.bench.job import DENSE, LIMIT, OASIS, Run
 from oasiskv.bench.process import RunFailed
@@ -200,10 +202,11 @@ class Bench:
     def __init__(self, *players: Player, missing: str = "") -> None:
         self.players, self.missing = list(players), missing
 
-    def __call__(self, case: Case) -> tuple[Mapping[str, Cell], Play]:
+    @contextmanager
+    def __call__(self, case: Case) -> Iterator[tuple[Mapping[str, Cell], Play]]:
         if case.model == self.missing:
             raise FetchError("the index cannot be reached\nand more lines")
-        return dict.fromkeys(case.runs, CELL), self.players.pop(0)
+        yield dict.fromkeys(case.runs, CELL), self.players.pop(0)
 
 
 def measured(bench: Bench, cases: list[Case], path: Path, rounds: int = 2) -> tuple[list[CaseResult], str]:
@@ -267,16 +270,16 @@ def test_a_model_that_cannot_be_fetched_is_asked_for_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_targets, "load_model", no_model)
     engines = Engines(QUIET)
     for name in ("decode-16k", "decode-30k"):
-        with pytest.raises(FetchError):
-            engines(CASES[name])
+        with pytest.raises(FetchError), engines(CASES[name]):
+            pass
     assert asked == [QWEN]
 
 
 def test_a_case_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     monkeypatch.setattr(bench_targets, "load_model", MODELS.__getitem__)
-    with pytest.raises(BenchError, match="are more than the"):
-        Engines(QUIET)(CASES["step-128k"])
+    with pytest.raises(BenchError, match="are more than the"), Engines(QUIET)(CASES["step-128k"]):
+        pass
 
 
 def test_each_run_asks_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,13 +288,13 @@ def test_each_run_asks_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_targets, "text_source", lambda model, cell, cut: SOURCE)
     jobs = []
 
-    def no_engine(job: Any, title: str, console: Console) -> Run:
+    def no_engine(self: EnginePool, job: Any, title: str) -> Run:
         jobs.append((title, job.options[:1], job.settings["residency"]))
         return Run(OASIS, 32, 100, 1.0, 0, (), ())
 
-    monkeypatch.setattr("oasiskv.bench.runner.run_job", no_engine)
-    cells, play = Engines(QUIET)(CASES["ngram"])
-    play_round(CASES["ngram"], 1, play)
+    monkeypatch.setattr(EnginePool, "run", no_engine)
+    with Engines(QUIET)(CASES["ngram"]) as (cells, play):
+        play_round(CASES["ngram"], 1, play)
     assert list(cells) == ["no drafts", "n-gram drafts"]
     assert jobs == [("n-gram drafts 1", ("--speculative-config",), "bounded"), ("no drafts 1", (), "bounded")]
 
