@@ -7,6 +7,7 @@ knows what the pages contain.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from oasiskv.core.geometry import Geometry, blocks_for
 from oasiskv.core.settings import Settings
+from oasiskv.vllm_plugin.agenda import NEVER, Agenda
 from oasiskv.vllm_plugin.host_index import APPROXIMATE, EXACT, HostIndex
 from oasiskv.vllm_plugin.metadata import CopyOut, Park, RequestStep, State
 from oasiskv.vllm_plugin.switch import BUDGET
@@ -33,8 +35,7 @@ class Record:
     ``chosen``: under `auto`, this request is to give up its middle because device blocks run short.
 
     Most steps change nothing for most requests, and must cost next to nothing: before its context has ``moves_at``
-    tokens the block manager has nothing to do for it, before ``tells_at`` the workers are told ``entry`` again. What
-    happens between blocks calls :meth:`wake`.
+    tokens the block manager has nothing to do for it, before the step ``due`` there is nothing to tell the workers.
     """
 
     request: Request
@@ -53,12 +54,7 @@ class Record:
     in_flight: list[tuple[int, int]] = field(default_factory=list)
     chosen: bool = False
     moves_at: int = 0
-    tells_at: int = 0
-    entry: RequestStep | None = None
-
-    def wake(self) -> None:
-        """Something about it changed: look at it in the next step."""
-        self.moves_at = self.tells_at = 0
+    due: int = NEVER
 
     @property
     def request_id(self) -> str:
@@ -100,6 +96,10 @@ class Ledger:
         self.restores = restores
         self.lookahead = lookahead
         self.records: dict[str, Record] = {}
+        self.states: Counter[State] = Counter()
+        """Admitted requests by state."""
+        self.agenda: Agenda[Record] = Agenda()
+        """Records about which the workers may have to be told something."""
         self.parked: dict[str, Record] = {}
         """Bounded requests that were preempted: their host blocks are kept, and they go on from them."""
         self.resuming: set[str] = set()
@@ -174,8 +174,13 @@ class Ledger:
             record.spare = self.index.reserve(need, found)
             record.host = list(found)
             record.durable = len(found)
-        self.records[request.request_id] = record
+        self._open(record)
         return found
+
+    def _open(self, record: Record) -> None:
+        self.records[record.request_id] = record
+        self.states[record.state] += 1
+        self.agenda.soon(record)
 
     def forget(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Close a record. Returns its hot slots; the tail blocks go to the workers, which finish their summaries."""
@@ -183,6 +188,8 @@ class Ledger:
         if record is None:
             self.unpark(request_id)
             return []
+        self.agenda.drop(record)
+        self.states[record.state] -= 1
         if record.request.status == RequestStatus.RUNNING:  # preempted
             if record.state == State.BOUNDED and self.restores:
                 return self._park(record, blocks)
@@ -238,12 +245,12 @@ class Ledger:
     def resume(self, record: Record) -> None:
         """A parked request has its device blocks back."""
         del self.parked[record.request_id]
-        self.records[record.request_id] = record
-        record.state = State.BOUNDED
+        assert record.state == State.BOUNDED
+        self._open(record)
         record.first_window = record.geometry.first_window(record.committed)
         record.hot_holds = [-1] * record.geometry.hot
         record.hot_sent = False
-        record.wake()
+        record.moves_at = 0
         self.resumed += 1
         self.resuming.add(record.request_id)
 
@@ -266,6 +273,18 @@ class Ledger:
         return num_tokens if record.dense_tokens is None else min(num_tokens, record.dense_tokens)
 
     # -- states
+
+    def enter(self, record: Record, state: State) -> None:
+        """The request's KV lives elsewhere from now on; the workers are told in the next step."""
+        self.states[record.state] -= 1
+        self.states[state] += 1
+        record.state = state
+        self.agenda.soon(record)
+
+    def wake(self, record: Record) -> None:
+        """Something about the record changed between its blocks: look at it in the next step."""
+        record.moves_at = 0
+        self.agenda.soon(record)
 
     def wants_bounded(self, record: Record) -> bool:
         """Whether the request's middle should leave the device now, and may."""
@@ -309,7 +328,7 @@ class Ledger:
             if need <= 0:
                 return
             record.chosen = True
-            record.wake()
+            self.wake(record)
             need -= gain
 
     def awaits_copies(self) -> bool:
@@ -329,15 +348,15 @@ class Ledger:
     def step_of(
         self, record: Record, scheduled: int, draft_tokens: Sequence[int], blocks: Sequence[KVCacheBlock]
     ) -> RequestStep | None:
-        """What the workers need to know of a request that runs ``scheduled`` tokens in this step; None if it is
-        dense."""
+        """What the workers need to know of a request that runs ``scheduled`` tokens in this step, and in those after it
+        in which it is not due; None if it is dense."""
         drafts = len(draft_tokens)
         computed = record.request.num_computed_tokens
         if record.state == State.DENSE:
             certain = computed + scheduled - drafts
             if certain < record.prefill_end or not self.wants_sparse(record, certain):
                 return None
-            record.state = State.SEEDED
+            self.enter(record, State.SEEDED)
             record.moves_at = 0
             record.first_window = record.geometry.first_window(certain)
         geometry = record.geometry
@@ -357,17 +376,18 @@ class Ledger:
             real_drafts=sum(token >= 0 for token in draft_tokens),
         )
 
-    def rest(self, record: Record, scheduled: int, entry: RequestStep | None) -> None:
-        """The workers were told ``entry`` for a step of ``scheduled`` tokens: how long it holds if one token follows
-        another. A block that begins or fills up ends it; so do drafts, whose number differs by step."""
+    def rest(self, record: Record, scheduled: int, is_dense: bool, step: int) -> None:
+        """A request was looked at in ``step``, in which it runs ``scheduled`` tokens: when to do so again, if one token
+        follows another. A block that begins or fills up is a reason; with drafts, whose number differs, each step."""
         size, least = self.geometry.block_size, self.settings.min_context_tokens
         total = record.request.num_computed_tokens + scheduled
         begins, fills = ((total - 1) // size + 1) * size, (total // size + 1) * size - 1
-        record.entry, record.tells_at = entry, min(begins, fills)
-        if self.lookahead or total < record.prefill_end or (entry is not None and entry.hot):
-            record.tells_at = 0
-        elif entry is None and least != "auto" and total < least:
-            record.tells_at = min(record.tells_at, least - 1)
+        changes = min(begins, fills)
+        if self.lookahead or total < record.prefill_end:
+            changes = total
+        elif is_dense and least != "auto" and total < least:
+            changes = min(changes, least - 1)
+        self.agenda.at(record, step + 1 + max(0, changes - total))
 
     def copy_of(
         self, record: Record, scheduled: int, drafts: int, blocks: Sequence[KVCacheBlock], step: int
@@ -417,16 +437,11 @@ class Ledger:
                 durable = record.in_flight.pop(0)[1]
                 self.acknowledged_blocks += durable - record.durable
                 record.durable = durable
-                record.wake()
+                record.moves_at = 0
             if not record.in_flight:
                 del self._copying[record.request_id]
 
     # -- checks
-
-    def counts(self) -> dict[State, int]:
-        """Admitted requests by state."""
-        states = [record.state for record in self.records.values()]
-        return {state: states.count(state) for state in State}
 
     def host_used(self) -> int:
         """Host blocks that requests hold."""
@@ -438,6 +453,8 @@ class Ledger:
         Raises:
             AssertionError: which request breaks which rule.
         """
+        counted = Counter(record.state for record in self.records.values())
+        assert +self.states == counted, f"states {self.states} of records in {counted}"
         hot_ids: set[int] = set()
         for record in self.records.values():
             name, geometry = record.request_id, record.geometry

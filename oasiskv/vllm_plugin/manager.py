@@ -56,6 +56,8 @@ class OasisManager(FullAttentionManager):
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Device blocks that a request needs to get slots for ``num_tokens``."""
+        if request_id in self.num_cached_block:  # it has slots: what the base would say, after more questions
+            return max(0, blocks_for(num_tokens, self.block_size) - len(self.req_to_blocks[request_id]))
         record = self._parked(request_id)
         if record is None:
             return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
@@ -107,15 +109,15 @@ class OasisManager(FullAttentionManager):
         return self.block_pool.get_num_free_blocks() > before
 
     def _leave_dense(self, record: Record) -> None:
+        assert self.ledger is not None
         if record.state == State.SEEDED:
-            record.state = State.IN_PLACE
-            record.tells_at = 0
+            self.ledger.enter(record, State.IN_PLACE)
             if record.dense_tokens is None:
                 record.dense_tokens = record.committed
         window = record.geometry.first_window(record.committed)
         if window > record.first_window:
             record.first_window = window
-            record.tells_at = 0
+            self.ledger.agenda.soon(record)
 
     def _bound(self, record: Record) -> None:
         """Free the middle; ``H`` blocks of it, taken out of the prefix cache, become the hot slots.
@@ -146,17 +148,17 @@ class OasisManager(FullAttentionManager):
         self._free(blocks, middle)
         if fresh:
             record.hot += self.block_pool.get_new_blocks(fresh)
-        record.state = State.BOUNDED
+        self.ledger.enter(record, State.BOUNDED)
         record.hot_sent = False
-        record.tells_at = 0
 
     def _move_window(self, record: Record) -> None:
+        assert self.ledger is not None
         window = record.geometry.first_window(record.committed)
         window = min(window, record.durable)
         if window > record.first_window:
             self._free(self.req_to_blocks[record.request_id], range(record.first_window, window))
             record.first_window = window
-            record.tells_at = 0
+            self.ledger.agenda.soon(record)
 
     def _free(self, blocks: list[KVCacheBlock], positions: range) -> None:
         freed = []
@@ -175,10 +177,10 @@ class OasisManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
-        if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
-            return  # as in nearly every step: the base would say the same, after more questions
         if self.ledger is not None:
             num_tokens = self.ledger.cacheable(request, num_tokens)
+        if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
+            return  # as in nearly every step: the base would say the same, after more questions
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -28,7 +28,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class RequestStep:
-    """One sparse request that runs in this step.
+    """One sparse request that runs in this step; it holds for the steps after it until another one comes.
 
     ``tail`` names the device blocks from that of its newest certain token on, which nobody else can have: the row of
     the request is the one whose newest token lies in one of them. ``hot`` (device block ids) and ``hot_holds`` (which
@@ -79,7 +79,8 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, for step ``step``.
 
     ``released`` holds the tail blocks of requests that left (finished, aborted, preempted) with how many of their
-    tokens are committed; ``dropped`` their ids. Both are applied before anything else. ``drafts`` counts the draft
+    tokens are committed; ``dropped`` their ids. Both are applied before anything else. ``requests`` holds the sparse
+    requests that are new, or of which something has changed. ``drafts`` counts the draft
     tokens of every request that has some, by the device block of its newest token. ``loads`` pairs host blocks with the
     device blocks that they are read into before the forward pass. ``parks`` and ``resumes`` (request, its tail block on
     the device): preempted requests that stop and go on.

@@ -126,7 +126,8 @@ class SchedulerHalf:
         if record is not None:
             if record.request_id in self.ledger.resuming:
                 self._resumed(record, device)
-            return  # else a session whose input streams in comes here once per turn
+            self.ledger.wake(record)  # a session whose input streams in comes here once per turn
+            return
         size = self.layout.geometry.block_size
         first = self._local.pop(request.request_id, 0) // size
         last = first + host_tokens // size
@@ -181,14 +182,12 @@ class SchedulerHalf:
         metadata.loads, self._loads = self._loads, []
         metadata.resumes, self._resumes = self._resumes, []
         metadata.parks = self.ledger.take_parks()
-        records, requests = self.ledger.records, metadata.requests
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            record = records.get(request_id)
-            if record is None:
-                continue
-            if scheduled == 1 and record.request.num_computed_tokens < record.tells_at:
-                if record.entry is not None:
-                    requests[request_id] = record.entry
+        agenda = self.ledger.agenda
+        for record in agenda.take(self.step):
+            request_id = record.request_id
+            scheduled = output.num_scheduled_tokens.get(request_id)
+            if scheduled is None:
+                agenda.soon(record)
                 continue
             blocks = self.manager.req_to_blocks[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
@@ -197,13 +196,14 @@ class SchedulerHalf:
                 metadata.drafts[blocks[newest].block_id] = len(drafts)
             entry = self.ledger.step_of(record, scheduled, drafts, blocks)
             if entry is not None:
-                requests[request_id] = entry
+                metadata.requests[request_id] = entry
             copy = self.ledger.copy_of(record, scheduled, len(drafts), blocks, self.step)
             if copy is not None:
                 metadata.copies[request_id] = copy
-            self.ledger.rest(record, scheduled, entry)
+            self.ledger.rest(record, scheduled, entry is None, self.step)
         self._relieve(output)
-        self._sparse_steps += any(entry.state >= State.IN_PLACE for entry in requests.values())
+        states = self.ledger.states
+        self._sparse_steps += bool(states[State.IN_PLACE] or states[State.BOUNDED])
         return metadata
 
     def _relieve(self, output: SchedulerOutput) -> None:
@@ -224,7 +224,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> OasisStats:
         """Gauges of this moment, and the blocks acknowledged since the last call."""
-        counts = self.ledger.counts()
+        states = self.ledger.states
         acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
         self._acknowledged = self.ledger.acknowledged_blocks
         stats = OasisStats()
@@ -233,9 +233,9 @@ class SchedulerHalf:
         self._restored = self.ledger.resumed = self.ledger.recomputed = 0
         self._sparse_steps = 0
         stats.gauge(
-            bounded_requests=counts[State.BOUNDED],
-            in_place_requests=counts[State.IN_PLACE],
-            dense_requests=counts[State.DENSE] + counts[State.SEEDED],
+            bounded_requests=states[State.BOUNDED],
+            in_place_requests=states[State.IN_PLACE],
+            dense_requests=states[State.DENSE] + states[State.SEEDED],
             host_blocks_used=self.ledger.host_used(),
             host_blocks_total=self.layout.host_blocks,
         )

@@ -41,8 +41,8 @@ logger = init_logger(__name__)
 class Held:
     """One sparse request on this rank. ``row`` is its row in the residency map, ``born`` the step in which it got it.
 
-    ``hot``: device blocks of its hot slots (bounded only). ``stages``: the keys that its last block waits for, by book,
-    while it is preempted.
+    ``tail``: its device blocks from the newest token on. ``hot``: those of its hot slots (bounded only). ``stages``:
+    the keys that its last block waits for, by book, while it is preempted.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class Held:
     budget_blocks: int
     drafts: int = 0
     real_drafts: int = 0
+    tail: tuple[int, ...] = ()
     hot: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     stages: list[StagedTail] = field(default_factory=list)
 
@@ -190,11 +191,8 @@ class Worker:
             table = self.host_blocks.get(request_id, np.empty(0, dtype=np.int64))
             self.host_blocks[request_id] = np.concatenate((table[: copy.first], np.asarray(copy.host, dtype=np.int64)))
         self.drafts = metadata.drafts
-        self._owner = {}
         for request_id, entry in metadata.requests.items():
-            held = self._take_in(request_id, entry)
-            for block in entry.tail:
-                self._owner[block] = held
+            self._take_in(request_id, entry)
 
     def _finish(self, released: Sequence[tuple[int, int]], keep: int = -1) -> None:
         for book in self.books:
@@ -207,6 +205,7 @@ class Worker:
         self._settle_pipeline()
         self._finish(park.released, park.tail)
         held = self.held[park.request_id]
+        self._own(held, ())
         self.host_blocks[park.request_id] = np.asarray(park.host, dtype=np.int64)
         if park.rescued:
             device, host = torch.tensor(park.rescued).unbind(1)
@@ -223,7 +222,7 @@ class Worker:
         for book in self.books:
             book.blocks.restore(device.tolist())
 
-    def _take_in(self, request_id: str, entry: RequestStep) -> Held:
+    def _take_in(self, request_id: str, entry: RequestStep) -> None:
         held = self.held.get(request_id)
         if held is None:
             held = Held(
@@ -242,12 +241,22 @@ class Worker:
         if entry.hot:
             held.hot = np.asarray(entry.hot, dtype=np.int32)
             self._fill_hot_slots(held, torch.tensor(entry.hot_holds))
-        return held
+        self._own(held, entry.tail)
+
+    def _own(self, held: Held, tail: tuple[int, ...]) -> None:
+        """From now on the request's last blocks are ``tail``."""
+        for block in held.tail:
+            if self._owner.get(block) is held:
+                del self._owner[block]
+        held.tail = tail
+        for block in tail:
+            self._owner[block] = held
 
     def _drop(self, request_id: str) -> None:
         self.host_blocks.pop(request_id, None)
         held = self.held.pop(request_id, None)
         if held is not None:
+            self._own(held, ())
             self.map.release(held.row)
             for book, stage in zip(self.books, held.stages, strict=False):
                 book.blocks.discard(stage)
@@ -283,7 +292,7 @@ class Worker:
             pairs = torch.tensor([pair for pair in named if pair[0] >= 0], dtype=torch.int64).view(-1, 2)
             self.arena.save(pairs[:, 1], pairs[:, 0])
         self.copied_step = metadata.step
-        if metadata.requests:
+        if self._owner:
             took = time.perf_counter() - self._began
             self._step_seconds = took if self._step_seconds is None else 0.9 * self._step_seconds + 0.1 * took
 

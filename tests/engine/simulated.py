@@ -107,6 +107,7 @@ class Simulation:
         self.host_exact = np.zeros_like(self.host, dtype=bool)
         self.tables: dict[str, list[int]] = {}
         self.host_map: dict[str, list[int]] = {}
+        self.entries: dict[str, Any] = {}
         self.slots: dict[str, tuple[list[int], list[int]]] = {}
         self.parked: dict[str, np.ndarray] = {}
         self.chains: dict[str, list[int]] = {}
@@ -196,10 +197,12 @@ class Simulation:
                 self._copy_out(device, host)
             self.host_map[park.request_id] = list(park.host)
             self.slots.pop(park.request_id, None)
+            del self.entries[park.request_id]
             self.counts["parks"] += 1
         for name in metadata.dropped:
             self.host_map.pop(name, None)
             self.slots.pop(name, None)
+            self.entries.pop(name, None)
         for host, device in metadata.loads:
             assert (self.host[host] != JUNK).any(), f"host block {host} holds nothing"
             self.device[device], self.device_exact[device] = self.host[host], self.host_exact[host]
@@ -234,9 +237,12 @@ class Simulation:
         labels = self._labels(request)[: end - len(drafts)]
         for token in drafts:
             labels.append(_next_label(labels[-1], token))
-        entry = metadata.requests.get(name)
+        news = metadata.requests.get(name)
+        if news is not None:
+            self.entries[name] = news
+        entry = self.entries.get(name)
         state = entry.state if entry is not None else State.DENSE
-        exact = self._check_reads(name, request, start, labels, entry)
+        exact = self._check_reads(name, request, start, labels, entry, news)
         self.counts[state.name] += 1
         where = np.arange(start, end)
         blocks = np.array(self.tables[name])[where // BLOCK]
@@ -282,13 +288,15 @@ class Simulation:
 
     # -- what must hold
 
-    def _check_reads(self, name: str, request: Any, start: int, labels: list[int], entry: Any) -> bool:
+    def _check_reads(self, name: str, request: Any, start: int, labels: list[int], entry: Any, news: Any) -> bool:
         """Everything that the request's attention may look at is its own KV. Returns whether all of it is exact."""
         table = self.tables[name]
         seen = np.arange(start)
         if entry is not None and entry.state == State.BOUNDED:
             sinks = self.half.layout.geometry.sinks
             seen = seen[(seen < sinks * BLOCK) | (seen >= entry.first_window * BLOCK)]
+            if news is not None and news.hot:
+                self._fill_slots(name, news)
             self._check_slots(name, entry, labels)
         blocks = np.array(table)[seen // BLOCK]
         wrong = self.device[blocks, seen % BLOCK] != np.array(labels)[seen]
@@ -302,14 +310,6 @@ class Simulation:
     def _check_slots(self, name: str, entry: Any, labels: list[int]) -> None:
         sinks, own = self.half.layout.geometry.sinks, self.host_map[name]
         assert len(own) >= entry.first_window, f"{name}: {len(own)} host blocks, its middle has {entry.first_window}"
-        if entry.hot:
-            holds = list(entry.hot_holds)
-            free = [i for i in range(sinks, entry.first_window) if i not in holds]
-            for slot, block in enumerate(holds):
-                if block < 0:
-                    holds[slot] = free.pop()
-                    self._fetch(own[holds[slot]], entry.hot[slot])
-            self.slots[name] = (list(entry.hot), holds)
         hot, holds = self.slots[name]
         slot, block = self.dice.randrange(len(hot)), self.dice.randrange(sinks, entry.first_window)
         if block not in holds:
@@ -318,6 +318,15 @@ class Simulation:
         for device, block in zip(hot, holds, strict=True):
             expected = labels[block * BLOCK : (block + 1) * BLOCK]
             assert self.device[device].tolist() == expected, f"{name}: hot slot {device} does not hold block {block}"
+
+    def _fill_slots(self, name: str, entry: Any) -> None:
+        holds = list(entry.hot_holds)
+        free = [i for i in range(self.half.layout.geometry.sinks, entry.first_window) if i not in holds]
+        for slot, block in enumerate(holds):
+            if block < 0:
+                holds[slot] = free.pop()
+                self._fetch(self.host_map[name][holds[slot]], entry.hot[slot])
+        self.slots[name] = (list(entry.hot), holds)
 
     def _fetch(self, host: int, device: int) -> None:
         self.device[device], self.device_exact[device] = self.host[host], self.host_exact[host]

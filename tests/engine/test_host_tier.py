@@ -98,7 +98,7 @@ def test_bounding_never_costs_more_device_blocks_than_leaving_be(tiny_llama: Pat
             while e.llm.llm_engine.has_unfinished_requests():
                 e.step()
                 held.append(usable - e.pool.get_num_free_blocks())
-                bounded[residency] = max(bounded.get(residency, 0), e.half.ledger.counts()[State.BOUNDED])
+                bounded[residency] = max(bounded.get(residency, 0), e.half.ledger.states[State.BOUNDED])
             most[residency] = sorted(held)[-len(held) // 4]  # most of the time: all are prefilled first
     assert most["bounded"] <= most["in_place"]
     assert bounded["in_place"] == 0 and (bounded["bounded"] == 2) == (sharers == 2)
