@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oasiskv.cli.options import UsageError, did_you_mean, split
-from oasiskv.core.capacity import Workload, check_context
+from oasiskv.core.capacity import SummaryBytes, Workload, check_context
 from oasiskv.core.devices import GB, GIB, PRESETS, TERA, Device, preset
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.model_shape import ModelShape, read_shape
@@ -178,7 +178,12 @@ def measured_device(args: argparse.Namespace, shape: ModelShape, scorer: Scorer)
 
 
 def case_of(
-    args: argparse.Namespace, shape: ModelShape, load: Workload, settings: Settings, device: Device, part_bytes: int
+    args: argparse.Namespace,
+    shape: ModelShape,
+    load: Workload,
+    settings: Settings,
+    device: Device,
+    summary: SummaryBytes,
 ) -> Case:
     """Everything put together.
 
@@ -197,7 +202,7 @@ def case_of(
         device=device,
         load=load,
         settings=settings,
-        part_bytes=part_bytes,
+        summary=summary,
         pool_bytes=pool,
         stock_block=device.stock_block,
         oasis_block=args.block_size or device.oasis_block,
@@ -214,6 +219,6 @@ def measured_case(args: argparse.Namespace, shape: ModelShape, load: Workload, s
     check_context(shape, load)
     Geometry.of(settings, args.block_size or device_of(args).oasis_block)
     scorer = make_scorer_for(shape, settings)
-    case = case_of(args, shape, load, settings, device_of(args), scorer.part_bytes)
+    case = case_of(args, shape, load, settings, device_of(args), SummaryBytes.of(scorer))
     make_plan(case)
     return replace(case, device=measured_device(args, shape, scorer)) if is_here(args) else case

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from oasiskv.cli.options import UsageError
 from oasiskv.cli.plan_case import Request, load_shape, make_scorer_for, measured_device
-from oasiskv.core.capacity import Workload
+from oasiskv.core.capacity import SummaryBytes, Workload
 from oasiskv.core.devices import GIB, Device
 from oasiskv.core.model_shape import ModelShape
 from oasiskv.core.plan import Case, Side, make_plan
@@ -100,12 +100,12 @@ def compare(results: dict[str, Any], request: Request) -> list[Compared]:
         kind = (settings.scorer, settings.summary_dtype)
         if kind not in devices:
             devices[kind] = measured_device(args, shape, scorer)
-        compared.append(_compare(cell, request, shape, settings, devices[kind], scorer.part_bytes))
+        compared.append(_compare(cell, request, shape, settings, devices[kind], SummaryBytes.of(scorer)))
     return compared
 
 
 def _compare(
-    cell: dict[str, Any], request: Request, shape: ModelShape, settings: Settings, device: Device, part_bytes: int
+    cell: dict[str, Any], request: Request, shape: ModelShape, settings: Settings, device: Device, summary: SummaryBytes
 ) -> Compared:
     load = _load(cell, request)
     shape = replace(shape, max_context=max(shape.max_context, load.end))  # a benchmark may stretch it
@@ -115,7 +115,7 @@ def _compare(
         device=device,
         load=load,
         settings=settings,
-        part_bytes=part_bytes,
+        summary=summary,
         pool_bytes=cell["pool_bytes"],
         stock_block=device.stock_block,
         oasis_block=request.args.block_size or device.oasis_block,

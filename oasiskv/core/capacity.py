@@ -9,18 +9,41 @@ bounded   prompt B B B B B                    floor((P - F) / B) + 1        F: p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from oasiskv.core.devices import GIB
 from oasiskv.core.geometry import Geometry, blocks_for, running_at_once
 from oasiskv.core.model_shape import ModelShape
 from oasiskv.core.settings import Settings, SettingsError
 
+if TYPE_CHECKING:
+    from oasiskv.core.scorers import Scorer
+
 State = Literal["dense", "in_place", "bounded"]
 NULL_BLOCKS = 1
 """vLLM keeps one block of the pool as the empty one."""
 IN_PLACE_PAYS = 2
 """While memory suffices, `auto` leaves requests dense below this multiple of the budget."""
+
+
+@dataclass(frozen=True)
+class SummaryBytes:
+    """Bytes of one part's summary, and of the coarser one in front of it (0: there is none)."""
+
+    part: int
+    coarse: int = 0
+
+    @classmethod
+    def of(cls, scorer: Scorer) -> SummaryBytes:
+        """What ``scorer`` keeps."""
+        return cls(scorer.part_bytes, scorer.coarse.part_bytes if scorer.coarse is not None else 0)
+
+    def read(self, pages: float, parts: int, refine: int | None) -> float:
+        """Bytes that one KV head's scores of ``pages`` pages of ``parts`` parts are made from; ``refine`` as for
+        :func:`oasiskv.core.page_scores.page_scores`."""
+        if not self.coarse or refine is None or refine >= pages:
+            return pages * parts * self.part
+        return parts * ((pages - refine) * self.coarse + refine * self.part)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from oasiskv.core.capacity import Holding, Workload, hold_dense, hold_oasis
+from oasiskv.core.capacity import Holding, SummaryBytes, Workload, hold_dense, hold_oasis
 from oasiskv.core.devices import GIB, Device
 from oasiskv.core.model_shape import ModelShape
 from oasiskv.core.settings import Settings, SettingsError
@@ -22,14 +22,14 @@ class Case:
     """Everything that a plan is made from.
 
     ``pool_bytes``: KV memory of the device. ``host_bytes``: a given host pool (None: what OasisKV takes by itself).
-    ``part_bytes``: bytes of one summary. ``stock_block``, ``oasis_block``: block sizes in tokens.
+    ``summary``: bytes of one. ``stock_block``, ``oasis_block``: block sizes in tokens.
     """
 
     shape: ModelShape
     device: Device
     load: Workload
     settings: Settings
-    part_bytes: int
+    summary: SummaryBytes
     pool_bytes: int
     stock_block: int
     oasis_block: int
@@ -130,10 +130,10 @@ def _dense_side(case: Case, held: Holding) -> Side:
 
 
 def _oasis_side(case: Case) -> Side:
-    shape, load, settings, part = case.shape, case.load, case.settings, case.part_bytes
-    held = hold_oasis(shape, load, settings, part, case.pool_bytes, case.oasis_block, case.host_pool)
+    shape, load, settings = case.shape, case.load, case.settings
+    held = hold_oasis(shape, load, settings, case.summary.part, case.pool_bytes, case.oasis_block, case.host_pool)
     running = held.running(load)
-    return _side(case, held, running, oasis_step(shape, case.device, load, settings, part, held, running))
+    return _side(case, held, running, oasis_step(shape, case.device, load, settings, case.summary, held, running))
 
 
 def _side(case: Case, held: Holding, running: int, step: Step) -> Side:

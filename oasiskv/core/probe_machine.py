@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import linear
 
+from oasiskv.core.capacity import SummaryBytes
 from oasiskv.core.devices import PRESETS, Device
 from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.scorers import Scorer
@@ -101,7 +102,7 @@ def attention_rate(head_dim: int, group: int) -> float:
 
 
 def scoring_rate(scorer: Scorer, group: int) -> float:
-    """Bytes of summaries per second that the scorer reads."""
+    """Bytes of summaries per second that the scorer reads, its own of every fourth page where it has coarse ones."""
     heads, pages = 2, CONTEXT // PART_TOKENS
     keys = torch.randn(pages, PART_TOKENS, heads, scorer.head_dim)
     store = scorer.summarise(keys).transpose(0, 1).reshape(heads, pages // 2, 2, -1).contiguous()
@@ -112,7 +113,9 @@ def scoring_rate(scorer: Scorer, group: int) -> float:
         rows=torch.zeros(1, 2, dtype=torch.int64),
         row_counts=torch.tensor([[True, False]]),
     )
-    return store.nbytes / _best(lambda: page_scores(scorer, queries, store, candidates, scorer.head_dim**-0.5))
+    refine, scale = pages // 8, scorer.head_dim**-0.5
+    seconds = _best(lambda: page_scores(scorer, queries, store, candidates, scale, refine=refine))
+    return heads * SummaryBytes.of(scorer).read(pages // 2, 2, refine) / seconds
 
 
 def copy_rate() -> float:

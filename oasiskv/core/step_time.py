@@ -2,7 +2,7 @@
 
     weights      max(bytes of the matrices that are read,   2 x active parameters x rows)
     attention    max(KV bytes of the context or the budget, 4 x heads x head_dim x tokens x layers x rows)
-    scoring      bytes of the summaries / steps between two scorings
+    scoring      bytes of the summaries that are read (coarse ones of all pages) / steps between two scorings
     link         pages x page bytes x layers x KV heads x requests
     overhead     scheduling, launches, sampling
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from oasiskv.core.capacity import Holding, Workload
+from oasiskv.core.capacity import Holding, SummaryBytes, Workload
 from oasiskv.core.devices import Device
 from oasiskv.core.geometry import Geometry
 from oasiskv.core.link_budget import pages_per_step
 from oasiskv.core.model_shape import ModelShape
-from oasiskv.core.settings import PART_TOKENS, Settings
+from oasiskv.core.settings import Settings
 
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 
@@ -67,19 +67,23 @@ def dense_step(shape: ModelShape, device: Device, load: Workload, running: int) 
 
 
 def oasis_step(
-    shape: ModelShape, device: Device, load: Workload, settings: Settings, part_bytes: int, held: Holding, running: int
+    shape: ModelShape,
+    device: Device,
+    load: Workload,
+    settings: Settings,
+    summary: SummaryBytes,
+    held: Holding,
+    running: int,
 ) -> Step:
-    """A step of OasisKV, in the state that ``held`` says.
-
-    Args:
-        part_bytes: bytes of one summary, ``Scorer.part_bytes``.
-    """
+    """A step of OasisKV, in the state that ``held`` says."""
     if held.state == "dense":
         return dense_step(shape, device, load, running)
     geometry = Geometry.of(settings, held.block_size)
     attended = min(load.mean, geometry.bound * held.block_size)
     phases = _compute(shape, device, load, running, attended)
-    summaries = running * load.mean / PART_TOKENS * part_bytes * shape.layers * shape.kv_heads
+    refine = settings.refined_pages(geometry.hot)
+    each = summary.read(load.mean / held.block_size, geometry.parts, refine)
+    summaries = running * each * shape.layers * shape.kv_heads
     rate = device.attained * (device.summary_bandwidth or device.memory_bandwidth)
     phases["scoring"] = Phase(summaries / settings.steps_between_scores / rate, MEMORY)
     if held.state == "in_place":
