@@ -26,9 +26,9 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_counts_add_up_and_the_latest_gauge_wins() -> None:
     first, second = OasisStats(), OasisStats()
     first.add(hits=3, misses=1)
-    first.gauge(bounded_requests=5)
+    first.data["bounded_requests"] = 5
     second.add(hits=4)
-    second.gauge(bounded_requests=2)
+    second.data["bounded_requests"] = 2
     assert first.aggregate(second).data == {"hits": 7, "misses": 1, "bounded_requests": 2}
     assert first.reduce() == {"oasis hits": 7, "oasis misses": 1, "oasis bounded_requests": 2}
     assert not first.is_empty()

@@ -22,7 +22,8 @@ from rich.text import Text
 import oasiskv
 from oasiskv.cli.options import UsageError
 from oasiskv.cli.repair import broken_packages
-from oasiskv.doctor import container, cores, extras, memory, plugin, software
+from oasiskv.core import container
+from oasiskv.doctor import cores, extras, memory, plugin, software
 from oasiskv.doctor.finding import Check, Finding, Level, Skipped, as_json, run_checks, worst
 from oasiskv.doctor.fresh import Answers, ask
 from oasiskv.models import KNOWN, cache_dir, is_fetched, path
@@ -80,7 +81,8 @@ def _memory(environment: Mapping[str, str], answers: Callable[[], Answers]) -> l
         if answers().known("backend").get("device", "cpu") != "cpu":
             raise Skipped  # the pool is in the device's own memory
         utilization = answers().known("engine").get("utilization", DEFAULT_UTILIZATION)
-        return memory.kv_space(environment, memory.seen_by_vllm(answers(), now()), now().total, utilization)
+        node, total = memory.seen_by_vllm(answers(), now()), container.usable_memory()
+        return memory.kv_space(environment, node, total, utilization)
 
     def shared() -> Finding:
         there = Path("/dev/shm")

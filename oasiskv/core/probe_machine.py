@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from oasiskv.core.capacity import SummaryBytes
+from oasiskv.core.container import usable_memory
 from oasiskv.core.devices import PRESETS, Device
 from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.scorers import Scorer
@@ -34,14 +35,9 @@ BUSY = 0.5
 """Load per thread from which on other work disturbs the measuring."""
 
 
-def memory_bytes() -> int:
-    """This machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def unmeasured() -> Device:
     """This machine with the preset's rates: enough to see what fits."""
-    return replace(PRESETS["cpu"], name="this machine", memory_bytes=memory_bytes())
+    return replace(PRESETS["cpu"], name="this machine", memory_bytes=usable_memory())
 
 
 def measure(scorer: Scorer, group: int) -> Device:

@@ -54,7 +54,7 @@ def kv_space(environment: Mapping[str, str], node: Memory, machine_total: int, u
     Args:
         environment: for VLLM_CPU_KVCACHE_SPACE, GiB.
         node: the memory that vLLM counts with.
-        machine_total: the memory that ``host_gib = auto`` counts with.
+        machine_total: the machine's or container's memory that ``host_gib = auto`` counts with.
         utilization: the share of ``node.total`` that vLLM takes where no size is given.
     """
     value = environment.get("VLLM_CPU_KVCACHE_SPACE", "")

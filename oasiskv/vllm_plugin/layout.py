@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
+from oasiskv.core.container import usable_memory
 from oasiskv.core.geometry import Geometry, blocks_for
 from oasiskv.core.scorers import Scorer, make_scorer
 from oasiskv.core.settings import Settings, SettingsError
@@ -19,7 +19,7 @@ from oasiskv.vllm_plugin.spec import OasisSpec
 
 GIB = 1 << 30
 HOST_POOLS = 4
-"""`host_gib = auto`: this many times the device KV pool, at most a quarter of the machine's memory."""
+"""`host_gib = auto`: this many times the device KV pool, at most a quarter of the machine's (or container's) memory."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _host_blocks(
     ranks = vllm_config.parallel_config.world_size
     if settings.host_gib == "auto":
         pool = device_blocks * sum(s.block_bytes for s in shapes)
-        share = min(HOST_POOLS * pool, psutil.virtual_memory().total // (4 * ranks))
+        share = min(HOST_POOLS * pool, usable_memory() // (4 * ranks))
         return max(share // each, one_request)
     blocks = int(settings.host_gib * GIB / ranks) // each
     if blocks < one_request and (settings.host_gib > 0 or settings.residency == "bounded"):

@@ -57,7 +57,7 @@ class OasisManager(FullAttentionManager):
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Device blocks that a request needs to get slots for ``num_tokens``."""
         if request_id in self.num_cached_block:  # it has slots: what the base would say, after more questions
-            return max(0, blocks_for(num_tokens, self.block_size) - len(self.req_to_blocks[request_id]))
+            return max(0, -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id]))
         record = self._parked(request_id)
         if record is None:
             return super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
@@ -177,10 +177,13 @@ class OasisManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
+        cached = self.num_cached_block.get(request.request_id, 0) * self.block_size
+        if num_tokens - cached < self.block_size:
+            return  # as in nearly every step: the base would say the same, after more questions
         if self.ledger is not None:
             num_tokens = self.ledger.cacheable(request, num_tokens)
-        if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
-            return  # as in nearly every step: the base would say the same, after more questions
+            if num_tokens - cached < self.block_size:
+                return
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -47,10 +47,6 @@ class OasisStats(KVConnectorStats):
         for name, value in counts.items():
             self.data[name] = self.data.get(name, 0) + int(value)
 
-    def gauge(self, **levels: int) -> None:
-        """Set gauges."""
-        self.data.update(levels)
-
     def aggregate(self, other: KVConnectorStats) -> OasisStats:
         """Merge a later interval, another rank or the other half into this one."""
         for name, value in other.data.items():

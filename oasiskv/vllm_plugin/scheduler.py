@@ -227,19 +227,23 @@ class SchedulerHalf:
         states = self.ledger.states
         acknowledged = self.ledger.acknowledged_blocks - self._acknowledged
         self._acknowledged = self.ledger.acknowledged_blocks
-        stats = OasisStats()
-        stats.add(acknowledged_blocks=acknowledged, restored_blocks=self._restored, sparse_steps=self._sparse_steps)
-        stats.add(resumed_requests=self.ledger.resumed, recomputed_requests=self.ledger.recomputed)
+        counts = {
+            "acknowledged_blocks": acknowledged,
+            "restored_blocks": self._restored,
+            "sparse_steps": self._sparse_steps,
+            "resumed_requests": self.ledger.resumed,
+            "recomputed_requests": self.ledger.recomputed,
+        }
         self._restored = self.ledger.resumed = self.ledger.recomputed = 0
         self._sparse_steps = 0
-        stats.gauge(
-            bounded_requests=states[State.BOUNDED],
-            in_place_requests=states[State.IN_PLACE],
-            dense_requests=states[State.DENSE] + states[State.SEEDED],
-            host_blocks_used=self.ledger.host_used(),
-            host_blocks_total=self.layout.host_blocks,
-        )
-        return stats
+        levels = {
+            "bounded_requests": states[State.BOUNDED],
+            "in_place_requests": states[State.IN_PLACE],
+            "dense_requests": states[State.DENSE] + states[State.SEEDED],
+            "host_blocks_used": self.ledger.host_used(),
+            "host_blocks_total": self.layout.host_blocks,
+        }
+        return OasisStats(data={**counts, **levels})  # made in every step
 
     def check_integrity(self) -> None:
         """All invariants that the scheduler process can see."""

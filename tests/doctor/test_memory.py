@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 from facts import ERROR, OK, WARNING, answering, failing
 
-from oasiskv.doctor import container, memory
+from oasiskv.core import container
+from oasiskv.doctor import memory
 from oasiskv.doctor.finding import GIB, MIB, Finding
 from oasiskv.doctor.memory import Memory
 
@@ -114,7 +116,7 @@ def test_the_lowest_limit_of_the_groups_above_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/pod/box/cpu.max": "150000 100000",
         },
     )
-    assert container.memory_limit(root) == 1000
+    assert container.memory_limit(root) == container.usable_memory(root) == 1000
     assert container.cpu_quota(root) == 1.5
 
 
@@ -137,4 +139,5 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
 
 def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert container.memory_limit(tmp_path) is None
+    assert container.usable_memory(tmp_path) == psutil.virtual_memory().total
     assert container.cpu_quota(tmp_path) is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 UNLIMITED = 1 << 62
 """Version 1 says "no limit" with a number near 2^63."""
 
@@ -13,6 +15,12 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """The lowest memory limit in bytes; None without one. ``root`` is where /proc and /sys lie."""
     texts = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
     return min((int(text) for text in texts if text != "max" and int(text) < UNLIMITED), default=None)
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """The machine's memory in bytes, or what the container may use of it."""
+    total, limit = psutil.virtual_memory().total, memory_limit(root)
+    return total if limit is None else min(total, limit)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
