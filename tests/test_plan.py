@@ -44,7 +44,7 @@ def not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(probe_machine.unmeasured(), name="this machine, measured")
 
     monkeypatch.setattr(probe_machine, "measure", measure)
-    monkeypatch.setattr(probe_machine, "memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(probe_machine, "usable_memory", lambda: 64 * GIB)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
