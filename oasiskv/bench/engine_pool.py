@@ -6,10 +6,10 @@ import psutil
 import torch
 from rich.console import Console
 
+from oasiskv.bench.cells import GIB
 from oasiskv.bench.job import Job, Run
 from oasiskv.bench.process import EngineProcess
 
-GIB = 1 << 30
 ENGINE_BYTES = 3 * GIB
 """Memory of an engine beside its pools: a small model's weights, activations, the libraries."""
 

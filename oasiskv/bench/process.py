@@ -80,9 +80,9 @@ class EngineProcess:
             RunFailed: it did not end well.
         """
         self._process.communicate()
-        if self._process.returncode != 0:
-            raise self._failed()
-        self._log.close()
+        with self._log:
+            if self._process.returncode != 0:
+                raise self._failed()
 
     def kill(self) -> None:
         """End it at once; it may have ended already."""

@@ -12,7 +12,7 @@ from oasiskv.doctor.fresh import Answers, ProbeError
 
 TOPIC = "cores"
 ENOUGH = 16
-"""From here on one core less for the forward pass costs less than what the pipeline takes off it: 3 to 9 % of a step,
+"""From here on one core less for the forward pass costs less than what the pipeline takes off it: 2 to 14 % of a step,
 in kernels that use all cores (docs/results.md)."""
 PRELOADED = {"libtcmalloc": "memory allocation", "libiomp": "speed, above all with speculative decoding"}
 """What vLLM's worker on an x86 CPU looks for in LD_PRELOAD, warns about and says what for (``cpu_worker.py``)."""

@@ -177,13 +177,10 @@ class OasisManager(FullAttentionManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         """Only blocks that were computed densely enter vLLM's prefix cache."""
-        cached = self.num_cached_block.get(request.request_id, 0) * self.block_size
-        if num_tokens - cached < self.block_size:
-            return  # as in nearly every step: the base would say the same, after more questions
         if self.ledger is not None:
             num_tokens = self.ledger.cacheable(request, num_tokens)
-            if num_tokens - cached < self.block_size:
-                return
+        if self.num_cached_block.get(request.request_id, 0) >= num_tokens // self.block_size:
+            return  # as in nearly every step: the base would say the same, after more questions
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from oasiskv.bench import engine_pool
-from oasiskv.bench.engine_pool import ENGINE_BYTES, GIB, EnginePool
+from oasiskv.bench.cells import GIB
+from oasiskv.bench.engine_pool import ENGINE_BYTES, EnginePool
 from oasiskv.bench.job import Conversation, Job, Run, Turn
 from oasiskv.bench.process import RunFailed
 

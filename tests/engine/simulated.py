@@ -240,9 +240,11 @@ class Simulation:
         news = metadata.requests.get(name)
         if news is not None:
             self.entries[name] = news
+            if news.hot:
+                self._fill_slots(name, news)
         entry = self.entries.get(name)
         state = entry.state if entry is not None else State.DENSE
-        exact = self._check_reads(name, request, start, labels, entry, news)
+        exact = self._check_reads(name, request, start, labels, entry)
         self.counts[state.name] += 1
         where = np.arange(start, end)
         blocks = np.array(self.tables[name])[where // BLOCK]
@@ -288,15 +290,13 @@ class Simulation:
 
     # -- what must hold
 
-    def _check_reads(self, name: str, request: Any, start: int, labels: list[int], entry: Any, news: Any) -> bool:
+    def _check_reads(self, name: str, request: Any, start: int, labels: list[int], entry: Any) -> bool:
         """Everything that the request's attention may look at is its own KV. Returns whether all of it is exact."""
         table = self.tables[name]
         seen = np.arange(start)
         if entry is not None and entry.state == State.BOUNDED:
             sinks = self.half.layout.geometry.sinks
             seen = seen[(seen < sinks * BLOCK) | (seen >= entry.first_window * BLOCK)]
-            if news is not None and news.hot:
-                self._fill_slots(name, news)
             self._check_slots(name, entry, labels)
         blocks = np.array(table)[seen // BLOCK]
         wrong = self.device[blocks, seen % BLOCK] != np.array(labels)[seen]
