@@ -154,7 +154,7 @@ def test_the_default_load_fits_the_model(tmp_path: Path) -> None:
         (["--concurrency", "0"], "concurrency=0 is not allowed"),
         (["--acceptance", "2"], "acceptance=2 is not allowed"),
         (["--requests-per-second", "0"], "--requests-per-second 0 is not allowed"),
-        (["--host-gib", "0.5", "--residency", "bounded"], "--host-gib 2.3"),
+        (["--device", "h100", "--host-gib", "0.5", "--residency", "bounded"], "--host-gib 2.3"),
         (["--budget-token", "512"], "did you mean --budget-tokens?"),
         (["--nonsense"], "unknown option --nonsense"),
         (["--prompt", "many"], "--prompt: invalid int value: 'many'"),

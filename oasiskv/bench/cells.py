@@ -18,7 +18,7 @@ STOCK_BLOCK = 128
 OASIS_BLOCK = 32
 """OasisKV's own."""
 HOST_SPARE = 1.2
-"""The host pool: the KV of all requests in flight, their summaries, and a little more."""
+"""The host pool: the KV of all requests in flight, their summaries, and a little more; and those of the device pool."""
 CHUNK = 2048
 """Most tokens of one step: what vLLM's server takes on a CPU."""
 LIMIT_TOKENS = 40
@@ -212,7 +212,7 @@ def make_cell(
         concurrency=concurrency,
         settings=settings,
         pool_bytes=int(pool) // unit * unit,
-        host_bytes=int(HOST_SPARE * host),
+        host_bytes=int(HOST_SPARE * host + (HOST_SPARE - 1) * pool),
         options=options,
         stretch=stretch,
         rate=rate,

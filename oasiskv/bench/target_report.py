@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oasiskv.bench.cells import TITLES
 from oasiskv.bench.targets import FALLS_SHORT, NOT_RUN, PASS, CaseResult, Verdict
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("case", "ratio", "target", "median", "least to most", "rounds", "result")
 DIGITS = 3
+KIND = "targets"
+"""Of the JSON."""
 NOTES = "Ratios are taken within a round; a target is met if their median keeps its bound."
 FIGURES = {
     "throughput": ("tokens/s, whole run", 1),
@@ -75,14 +77,14 @@ def findings(results: Sequence[CaseResult]) -> list[str]:
     return found + stops(results)
 
 
-def make(results: Sequence[CaseResult]) -> Report:
-    """The whole of it."""
+def make(results: Sequence[CaseResult], earlier: Sequence[dict[str, Any]] = ()) -> Report:
+    """The whole of it. ``earlier``: what the rounds of earlier sittings were made with."""
     return Report(
         title="OasisKV: targets of speed",
         tables=[table(results)],
         findings=findings(results),
         sections=lambda: page_sections(results),
-        data={"kind": "targets", "cases": [result.as_dict() for result in results]},
+        data={"kind": KIND, "earlier": list(earlier), "cases": [result.as_dict() for result in results]},
     )
 
 
@@ -107,7 +109,7 @@ def figures_table(result: CaseResult) -> Table:
         (name, *(spread([getattr(found, figure) for found in result.of(label)]).short(digits) for label in labels))
         for figure, (name, digits) in FIGURES.items()
     ]
-    cells = {result.cells[label].title: None for label in labels if label in result.cells}
+    cells = {result.cells[label]["title"]: None for label in labels if label in result.cells}
     return Table("", ("", *map(title, labels)), tuple(lines), "; ".join(cells))
 
 

@@ -147,10 +147,11 @@ class Verdict:
 
 @dataclass
 class CaseResult:
-    """The finished rounds of a case. ``cells``: by label; ``stopped``: why it did not run, or not to its end."""
+    """The finished rounds of a case. ``cells``: what each run was, by label; ``stopped``: why it did not run, or not to
+    its end."""
 
     case: Case
-    cells: Mapping[str, Cell] = field(default_factory=dict)
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     stopped: str = ""
 
@@ -180,10 +181,9 @@ class CaseResult:
         }
 
     def _run(self, label: str) -> dict[str, Any]:
-        cell = self.cells.get(label)
         return {
             "row": self.case.runs[label].row,
-            "cell": None if cell is None else {**cell.as_dict(), "options": list(cell.options)},
+            "cell": self.cells.get(label),
             "rounds": [
                 None if label not in found else {**found[label].figures.as_dict(), "states": found[label].states}
                 for found in self.rounds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 from rich.console import Console
 
@@ -13,16 +14,18 @@ from oasiskv.bench.cells import BenchError, Cell, Model
 from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.runner import Runner, load_model, text_source
 from oasiskv.bench.target_cases import CASES
+from oasiskv.bench.target_file import Earlier, read
 from oasiskv.bench.targets import Case, CaseResult, Measured, Play, play_round
 from oasiskv.cli.options import Parser, UsageError
 from oasiskv.eval.options import names
 from oasiskv.installed import check_vllm
 from oasiskv.models import FetchError
-from oasiskv.report.output import Output
+from oasiskv.report.output import Output, Report
 from oasiskv.report.provenance import Provenance, provenance
 
 NOTHING_MEASURED = 1
 """Exit status."""
+NOTHING_EARLIER = Earlier()
 Start = Callable[[Case], AbstractContextManager[tuple[Mapping[str, Cell], Play]]]
 """A case made ready: its cells by label, and how its runs are played. Entering it raises FetchError, BenchError."""
 
@@ -37,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--rounds", type=int, default=5, help="how often the runs of a case take turns (5)")
     found.add_argument("--only", type=names, metavar="A,B", help="these cases only, with commas between")
+    found.add_argument(
+        "--resume",
+        type=Path,
+        metavar="PATH",
+        help="go on with what is in this file, until each case has its rounds; it is written anew after every round",
+    )
     found.add_argument("--list", action="store_true", help="show the cases and their targets, and measure nothing")
     Output.options(found, "bench-targets.html")
     return found
@@ -64,11 +73,15 @@ def run(arguments: Sequence[str]) -> None:
         return
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds} is not allowed: 1 or more")
+    if args.resume and args.json:
+        raise UsageError("--json beside --resume is not allowed: the numbers go to the file of --resume")
+    args.json = args.resume or args.json
     output = Output.of(args)
     check_vllm()
     made = provenance(["oasiskv", "bench", "targets", *arguments])
+    earlier = read(args.resume, CASES, made) if args.resume else Earlier()
     progress = Console(stderr=True)
-    results = measure(cases, args.rounds, Engines(progress), output, made, Console(), progress)
+    results = measure(cases, args.rounds, Engines(progress), output, made, Console(), progress, earlier)
     if not any(result.rounds for result in results):
         raise SystemExit(NOTHING_MEASURED)
 
@@ -89,39 +102,55 @@ def measure(
     made: Provenance,
     console: Console,
     progress: Console,
+    earlier: Earlier = NOTHING_EARLIER,
 ) -> list[CaseResult]:
-    """Case by case; whatever happens, all finished rounds are delivered.
+    """Case by case, until each has ``rounds``; whatever happens, all finished rounds are delivered.
 
     A case that cannot be started is left out, and the result says why.
     """
-    results: list[CaseResult] = []
+    results = {result.case.name: result for result in earlier.results}
+    result: CaseResult | None = None
+
+    def made_so_far() -> Report:
+        order = list(CASES)
+        known = [name for name in order if name in results]
+        return report.make([results[name] for name in known + [n for n in results if n not in order]], earlier.made)
+
     try:
         for number, case in enumerate(cases, 1):
+            result = results.setdefault(case.name, CaseResult(case))
             progress.print(f"[bold]{number} of {len(cases)}: {case.name}: {case.about}", highlight=False)
-            results.append(CaseResult(case))
-            _measure_case(results[-1], rounds, start)
+            for _ in _measure_case(result, rounds, start):
+                output.save(made_so_far(), made)
             if len(cases) > 1:
-                console.print(report.table(results[-1:]).rich())
-                for sentence in report.stops(results[-1:]):
+                console.print(report.table([result]).rich())
+                for sentence in report.stops([result]):
                     console.print(sentence, highlight=False, markup=False)
     except BaseException as error:
-        if results:
-            results[-1].stopped = _in_one_line(error)
+        if result is not None:
+            result.stopped = _in_one_line(error)
         raise
     finally:
-        output.deliver(report.make(results), made, console)
-    return results
+        output.deliver(made_so_far(), made, console)
+    return list(results.values())
 
 
-def _measure_case(result: CaseResult, rounds: int, start: Start) -> None:
+def _measure_case(result: CaseResult, rounds: int, start: Start) -> Iterator[None]:
+    """Play the rounds that are missing; stops after each."""
+    missing = range(len(result.rounds), rounds)
+    if not missing:
+        return
+    result.stopped = ""
     with ExitStack() as stack:
         try:
-            result.cells, play = stack.enter_context(start(result.case))
+            cells, play = stack.enter_context(start(result.case))
         except (FetchError, BenchError) as error:
             result.stopped = _in_one_line(error)
             return
-        for number in range(rounds):
+        result.cells = {label: {**cell.as_dict(), "options": list(cell.options)} for label, cell in cells.items()}
+        for number in missing:
             result.rounds.append(play_round(result.case, number, play))
+            yield
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """What a load of equal requests holds, and how many of them fit: stock vLLM's memory, and OasisKV's.
 
-pool      | empty block | blocks that are handed out: P                     | summaries (OasisKV) |
+pool      | empty block | blocks that are handed out: P                     | summaries (OasisKV on an accelerator) |
 dense     full full full                      floor(P / F)                  F: blocks of prompt and output
 bounded   prompt B B B B B                    floor((P - F) / B) + 1        F: prompt, B: bounded footprint
           B B B B B B B                       floor(P / B)                  where prompts arrive prefilled
@@ -155,12 +155,14 @@ def hold_oasis(
     pool_bytes: int,
     block_size: int,
     host_bytes: int,
+    shared_memory: bool = False,
 ) -> Holding:
     """OasisKV, in the state that ``settings.residency`` leads to.
 
     Args:
         part_bytes: bytes of one summary, ``Scorer.part_bytes``.
         host_bytes: host pool, which limits what runs at once too.
+        shared_memory: host and device memory are the same: the host pool holds the summaries of the device's blocks.
 
     Raises:
         SettingsError: as for :func:`hold_dense`; the budget leaves no hot slot; the host pool holds no request.
@@ -170,7 +172,10 @@ def hold_oasis(
     block_bytes = block_size * shape.kv_bytes_per_token
     block_summaries = geometry.parts * part_bytes * shape.layers * shape.kv_heads
     all_blocks = pool_bytes // block_bytes
-    summary_blocks = -(-all_blocks * block_summaries // block_bytes)
+    summary_bytes = all_blocks * block_summaries
+    beside = summary_bytes if shared_memory and host_bytes and settings.residency in ("auto", "bounded") else 0
+    summary_blocks = 0 if beside else -(-summary_bytes // block_bytes)
+    given, host_bytes = host_bytes, max(0, host_bytes - beside)
     blocks = all_blocks - summary_blocks - NULL_BLOCKS
     full, sliding = blocks_for(load.end, block_size), shape.sliding_bytes(load.end)
     pool, full_bytes = blocks * block_bytes, full * block_bytes + sliding
@@ -189,9 +194,10 @@ def hold_oasis(
     prompt = blocks_for(load.prompt_tokens, block_size) * block_bytes + sliding
     fits, elsewhere = running_at_once(pool, max(prompt, each), each), pool // each
     if host_bytes < host_each:
+        summaries = " beside the KV pool's summaries" if beside else ""
         raise SettingsError(
-            f"a host pool of {host_bytes / GIB:.3f} GiB holds no request of {load.end} tokens; allowed is "
-            f"--host-gib {host_each / GIB:.3f} or more"
+            f"a host pool of {given / GIB:.3f} GiB holds no request of {load.end} tokens{summaries}; allowed is "
+            f"--host-gib {(host_each + beside) / GIB:.3f} or more"
         )
     counts = (block_size, blocks, summary_blocks, full, held, each, fits, elsewhere, host_each)
     return Holding(state, *counts, fits_host=host_bytes // host_each)

@@ -88,7 +88,8 @@ class Settings(BaseModel):
         Auto | Annotated[float, Field(ge=0)],
         Field(
             description="Host pool of one engine in GiB, shared out to its ranks; `auto`: four times the device pool, "
-            "at most a quarter of the machine's (or container's) memory."
+            "at most a quarter of the machine's (or container's) memory. On a CPU the summaries of the device pool "
+            "are part of it."
         ),
     ] = "auto"
     reuse_approximate: Annotated[

@@ -76,7 +76,7 @@ def formula(oasis: Outcome, geometry: Geometry, prompt_tokens: int) -> tuple[int
     expected = running_at_once(oasis.pool_blocks, full, bounded)
     return expected, (
         f"floor((P - F) / B) + 1 = floor(({oasis.pool_blocks} - {full}) / {bounded}) + 1 = {expected} requests at once "
-        f"(in blocks; P: pool less summaries; F: a full prompt; B: a bounded request); seen: {oasis.figures.running}"
+        f"(in blocks; P: pool; F: a full prompt; B: a bounded request); seen: {oasis.figures.running}"
     )
 
 

@@ -70,13 +70,19 @@ class Output:
         if self.markdown:
             for table in report.tables:
                 print(f"\n{table.title}\n\n{table.markdown()}")
-        if self.json:
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            found = {"made": made.as_dict(), "findings": list(report.findings), **report.data}
-            self.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        self.save(report, made)
         if self.html:
             write_page(self.html, report.title, made, report.findings, report.sections())
             console.print(f"Page with plots: {self.html}", highlight=False)
+
+    def save(self, report: Report, made: Provenance) -> None:
+        """Write the JSON, if it is wanted: whole or, where this is interrupted, as it was before."""
+        if self.json:
+            self.json.parent.mkdir(parents=True, exist_ok=True)
+            found = {"made": made.as_dict(), "findings": list(report.findings), **report.data}
+            unfinished = self.json.with_name(self.json.name + ".part")
+            unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            unfinished.replace(self.json)
 
 
 def _check_writable(path: Path) -> None:

@@ -43,6 +43,9 @@ class Layout:
     host_blocks: int
     whole: bool = True
     """Whether our group is the model's only one, so that a prefix can be restored from what we keep."""
+    summaries_in_pool: bool = True
+    """Whether the summaries of device blocks lie in the device pool. Where device and host memory are the same they lie
+    beside the host pool and count as part of it, so that the device pool is all KV, as stock vLLM's is."""
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -50,8 +53,15 @@ class Layout:
         return [layer.shape for layer in self.layers]
 
     @property
+    def device_summary_bytes(self) -> int:
+        """Bytes of the summaries of all device blocks."""
+        return self.device_blocks * sum(shape.summary_bytes for shape in self.shapes)
+
+    @property
     def reserved_blocks(self) -> int:
         """Device blocks at the end of the pool whose memory holds the summaries of all the others."""
+        if not self.summaries_in_pool:
+            return 0
         need = [-(-self.device_blocks * layer.shape.summary_bytes // layer.shape.block_bytes) for layer in self.layers]
         return max(need, default=0)
 
@@ -114,14 +124,23 @@ def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
         )
         layers.append(OasisLayer(name, draft, spec.head_size, shape))
     shapes = [layer.shape for layer in layers]
-    host = _host_blocks(vllm_config, settings, shapes, kv_cache_config.num_blocks, block_size)
+    device_blocks, one_memory = kv_cache_config.num_blocks, vllm_config.device_config.device_type == "cpu"
+    beside = device_blocks * sum(shape.summary_bytes for shape in shapes) if one_memory else 0
+    host = _host_blocks(vllm_config, settings, shapes, device_blocks, block_size, beside)
     whole = len(kv_cache_config.kv_cache_groups) == 1
-    return Layout(index, geometry, tuple(layers), kv_cache_config.num_blocks, host, whole)
+    in_pool = not (one_memory and host)
+    return Layout(index, geometry, tuple(layers), device_blocks, host, whole, summaries_in_pool=in_pool)
 
 
 def _host_blocks(
-    vllm_config: VllmConfig, settings: Settings, shapes: Sequence[LayerShape], device_blocks: int, block_size: int
+    vllm_config: VllmConfig,
+    settings: Settings,
+    shapes: Sequence[LayerShape],
+    device_blocks: int,
+    block_size: int,
+    beside: int,
 ) -> int:
+    """Host blocks of one rank. ``beside``: bytes of the host pool that are not theirs."""
     if settings.residency in ("dense", "in_place"):
         return 0
     each = bytes_per_block(shapes)
@@ -130,12 +149,13 @@ def _host_blocks(
     if settings.host_gib == "auto":
         pool = device_blocks * sum(s.block_bytes for s in shapes)
         share = min(HOST_POOLS * pool, usable_memory() // (4 * ranks))
-        return max(share // each, one_request)
-    blocks = int(settings.host_gib * GIB / ranks) // each
+        return max((share - beside) // each, one_request)
+    blocks = max(0, int(settings.host_gib * GIB / ranks) - beside) // each
     if blocks < one_request and (settings.host_gib > 0 or settings.residency == "bounded"):
-        least = one_request * each * ranks / GIB
+        least = (one_request * each + beside) * ranks / GIB
+        summaries = " beside the summaries of the device pool" if beside else ""
         raise SettingsError(
-            f"OasisKV: host_gib={settings.host_gib} holds {blocks} blocks, one request of max_model_len="
+            f"OasisKV: host_gib={settings.host_gib} holds {blocks} blocks{summaries}, one request of max_model_len="
             f"{vllm_config.model_config.max_model_len} needs {one_request}; allowed is {least:.3f} or more"
             f"{'' if settings.residency == 'bounded' else ', or 0 for no host pool'}; "
             "raise host_gib or lower --max-model-len"

@@ -115,6 +115,7 @@ class Ledger:
         self._copying: dict[str, Record] = {}
         """Records with copies in flight."""
         self.acknowledged_blocks = 0
+        self._followed = (0, 0)
 
     # -- arrivals and departures
 
@@ -330,6 +331,25 @@ class Ledger:
             record.chosen = True
             self.wake(record)
             need -= gain
+
+    def follow_majority(self, own_middle: Callable[[Record], int]) -> None:
+        """Under `auto`, where most sparse requests are bounded: choose those in place too.
+
+        Beside bounded ones, whose rows share dense requests' kernel call, a few in place cost every layer a call of
+        their own. ``own_middle`` as for :meth:`relieve`.
+        """
+        counts = self.states[State.BOUNDED], self.states[State.IN_PLACE]
+        if counts == self._followed or self.settings.residency != "auto":
+            return
+        self._followed = counts
+        bounded, in_place = counts
+        if not 0 < in_place < bounded:
+            return
+        for record in self.records.values():
+            waits = record.state == State.IN_PLACE and record.has_host and not record.chosen
+            if waits and own_middle(record) > record.geometry.hot:
+                record.chosen = True
+                self.wake(record)
 
     def awaits_copies(self) -> bool:
         """Whether a request will free blocks once copies that are on their way are acknowledged."""

@@ -70,7 +70,7 @@ class SchedulerHalf:
         self.manager.ledger = self.ledger
         pool = self.manager.block_pool
         reserved = self.layout.reserved_blocks
-        for block in pool.blocks[len(pool.blocks) - reserved :]:
+        for block in pool.blocks[len(pool.blocks) - reserved :]:  # none, where the summaries lie elsewhere
             pool.free_block_queue.remove(block)
             block.ref_cnt = 1
         pool.num_gpu_blocks -= reserved
@@ -221,6 +221,7 @@ class SchedulerHalf:
         self._host_is_full = False
         if need > 0:
             self.ledger.relieve(need, self.manager.own_middle)
+        self.ledger.follow_majority(self.manager.own_middle)
 
     def take_stats(self) -> OasisStats:
         """Gauges of this moment, and the blocks acknowledged since the last call."""

@@ -135,17 +135,19 @@ class Worker:
     # -- set-up
 
     def register(self, kv_caches: dict[str, Tensor]) -> None:
-        """Take views of the device KV; the summaries live in the pool's last blocks, which the scheduler gives to no
-        one."""
+        """Take views of the device KV, and room for its blocks' summaries: the pool's last blocks, which the scheduler
+        gives to no one, or memory of their own."""
         reserved = self.layout.reserved_blocks
         for layer, scorer in zip(self.layout.layers, self.scorers, strict=True):
             cache = kv_caches[layer.name]
             shape = layer.shape
             assert cache.is_contiguous() and cache.shape[0] == self.layout.device_blocks, layer.name
             self.pages.append(as_pages(cache, shape.page_bytes))
-            tail = cache[cache.shape[0] - reserved :].view(-1).view(torch.uint8)
-            tail.zero_()
-            store = tail[: cache.shape[0] * shape.summary_bytes]
+            if self.layout.summaries_in_pool:
+                memory = cache[cache.shape[0] - reserved :].view(-1).view(torch.uint8).zero_()
+            else:
+                memory = torch.zeros(cache.shape[0] * shape.summary_bytes, dtype=torch.uint8)
+            store = memory[: cache.shape[0] * shape.summary_bytes]
             store = store.view(shape.heads, cache.shape[0], shape.parts, shape.part_bytes)
             self.summaries.append(LayerSummaries(scorer, store, self.geometry.block_size, self.dtype))
         self.arena.join(self.pages, [layer.store for layer in self.summaries])

@@ -22,10 +22,11 @@ from oasiskv.bench.figures import Figures, figures
 from oasiskv.bench.job import DENSE, LIMIT, OASIS, Run
 from oasiskv.bench.process import RunFailed
 from oasiskv.bench.target_cases import CASES, QWEN, SMOLLM2
+from oasiskv.bench.target_file import Earlier, read
 from oasiskv.bench.targets import Case, CaseResult, Contender, Measured, Play, Target, play_round
 from oasiskv.bench.workloads import WORKLOADS, conversations
 from oasiskv.cli import bench_targets
-from oasiskv.cli.bench_targets import Engines, chosen, measure
+from oasiskv.cli.bench_targets import NOTHING_EARLIER, Engines, chosen, measure
 from oasiskv.cli.main import main
 from oasiskv.cli.options import UsageError
 from oasiskv.models import FetchError
@@ -209,10 +210,15 @@ class Bench:
         yield dict.fromkeys(case.runs, CELL), self.players.pop(0)
 
 
-def measured(bench: Bench, cases: list[Case], path: Path, rounds: int = 2) -> tuple[list[CaseResult], str]:
+MADE = replace(provenance(["oasiskv", "bench", "targets"]), commit="0123456789")
+
+
+def measured(
+    bench: Bench, cases: list[Case], path: Path, rounds: int = 2, earlier: Earlier = NOTHING_EARLIER
+) -> tuple[list[CaseResult], str]:
     shown = io.StringIO()
-    made = provenance(["oasiskv", "bench", "targets"])
-    results = measure(cases, rounds, bench, Output(None, path, False), made, Console(width=200, file=shown), QUIET)
+    output, console = Output(None, path, False), Console(width=200, file=shown)
+    results = measure(cases, rounds, bench, output, MADE, console, QUIET, earlier)
     return results, shown.getvalue()
 
 
@@ -258,6 +264,96 @@ def test_an_end_before_its_time_keeps_all_finished_rounds_and_says_why(error: Ba
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else "oasis 2: its process ended"
     assert found["cases"][1]["stopped"] == why
     assert found["findings"][-1].endswith(f"second after 1 round: {why}")
+
+
+# -- several sittings
+
+FAST, SECOND = CASE, replace(CASE, name="second")
+BY_NAME = {case.name: case for case in (FAST, SECOND)}
+
+
+def test_what_is_resumed_has_the_missing_rounds_played_and_keeps_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    broken = Bench(Player(2.0), Player(2.0, error=KeyboardInterrupt(), at=3))
+    with pytest.raises(KeyboardInterrupt):
+        measured(broken, [FAST, SECOND], path)
+    first = json.loads(path.read_text())
+    again = Player(3.0)
+    measured(Bench(again), [SECOND], path, 3, read(path, BY_NAME, MADE))
+    found = json.loads(path.read_text())
+    assert found["cases"][0] == first["cases"][0]  # not asked for: as it was
+    assert again.labels == [OASIS, LIMIT, DENSE, DENSE, OASIS, LIMIT]  # rounds 2 and 3: turned as without a break
+    second = found["cases"][1]
+    assert [len(run["rounds"]) for run in second["runs"].values()] == [3, 3, 3]
+    assert second["targets"][0]["ratio"] == {"median": 3.0, "least": 2.0, "most": 3.0, "count": 3}
+    assert second["stopped"] == "" and second["runs"][DENSE]["cell"] == CELL.as_dict() | {"options": []}
+    assert [made["commit"] for made in found["earlier"]] == ["0123456789"]
+
+
+def test_what_is_complete_is_not_started(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    measured(Bench(Player()), [FAST], path, 2)
+    results, _ = measured(Bench(), [FAST], path, 2, read(path, BY_NAME, MADE))  # no player is left
+    assert [len(result.rounds) for result in results] == [2]
+
+
+def test_rounds_are_in_the_file_before_the_next_one_ends(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    counts = []
+
+    class Watching(Player):
+        def __call__(self, label: str, batch: int) -> Measured:
+            counts.append(
+                len(json.loads(path.read_text())["cases"][0]["runs"][DENSE]["rounds"]) if path.exists() else 0
+            )
+            return super().__call__(label, batch)
+
+    measured(Bench(Watching()), [FAST], path, 2)
+    assert counts == [0, 0, 0, 1, 1, 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["targets.json"]
+
+
+def test_nothing_is_resumed_from_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert read(tmp_path / "none.json", BY_NAME, MADE) == Earlier()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "not a file that this version"),
+        ('{"kind": "bench"}', "its kind is 'bench'"),
+        ('{"kind": "targets", "made": {}}', "KeyError: 'cases'"),
+    ],
+)
+def test_what_is_no_file_of_targets_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    path.write_text(content)
+    with pytest.raises(BenchError, match=words):
+        read(path, BY_NAME, MADE)
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"commit": "fedcba9876"}, "made with commit 0123456789, now it is fedcba9876"),
+        ({"cores": MADE.cores + 1}, "made with cores"),
+        ({"versions": {"vllm": "0.33"}}, "made with versions"),
+    ],
+)
+def test_rounds_of_other_code_or_machines_are_not_put_together(now: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    measured(Bench(Player()), [FAST], path)
+    with pytest.raises(BenchError, match=words):
+        read(path, BY_NAME, replace(MADE, **now))
+
+
+def test_rounds_of_changed_files_are_not_put_together(tmp_path: Path) -> None:
+    path, changed = tmp_path / "targets.json", replace(MADE, commit="0123456789+")
+    output = Output(None, path, False)
+    measure([FAST], 1, Bench(Player()), output, changed, QUIET, QUIET)
+    with pytest.raises(BenchError, match="files differ from the commit 0123456789"):
+        read(path, BY_NAME, changed)
 
 
 def test_a_model_that_cannot_be_fetched_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +410,7 @@ def test_only_takes_known_names_in_the_order_of_the_table() -> None:
         (["--rounds", "0"], "--rounds 0 is not allowed"),
         (["--only", "chess"], "no case 'chess'"),
         (["--fast"], "--fast"),
+        (["--resume", "a.json", "--json", "b.json"], "the numbers go to the file of --resume"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -348,8 +445,7 @@ def test_the_page_has_the_table_and_every_run(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     result = played(2, Player())
-    result.cells = dict.fromkeys(CASE.runs, CELL)
-    made = provenance(["oasiskv", "bench", "targets"])
-    Output(page, None, False).deliver(report.make([result]), made, QUIET)
+    result.cells = dict.fromkeys(CASE.runs, CELL.as_dict())
+    Output(page, None, False).deliver(report.make([result]), MADE, QUIET)
     text = page.read_text()
     assert "throughput by dense" in text and "at least 1.5" in text and "dense vLLM" in text and "OasisKV" in text

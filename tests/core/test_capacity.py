@@ -183,11 +183,26 @@ def test_what_llama_holds_and_how_many_fit() -> None:
 def test_what_the_demo_holds() -> None:
     plan = make_plan(smollm2())
     assert plan.dense.running == 2  # 134 blocks of 128 by 46
-    assert plan.oasis.holding.summary_blocks == 68  # an eighth of 540, rounded up
-    assert plan.oasis.running == 5  # (471 - 182) / 65 + 1: what ran in the demo
-    assert plan.oasis.holding.fits_elsewhere == 7
+    assert plan.oasis.holding.summary_blocks == 0  # they lie beside the host pool
+    assert plan.oasis.running == 6  # (539 - 182) / 65 + 1 = 6.5: what ran in the demo
+    assert plan.oasis.holding.fits_elsewhere == 8  # 8.3
     assert plan.pooled is not None
     assert plan.pooled.running == 8  # (17,280 x 23,040 + 10^9) bytes are 474 blocks of 128; 473 / 46 = 10, 8 asked for
+
+
+def test_where_memory_is_shared_the_host_pool_holds_the_summaries_of_the_kv_pool() -> None:
+    case = smollm2()
+    load, beside = Workload(5_800, 64, 8), 540 * 2 * 512 * 90  # blocks, parts, bytes, layers and heads
+    sizes = (512, case.pool_bytes, 32)
+    apart = hold_oasis(case.shape, load, case.settings, *sizes, 10**9)
+    shared = hold_oasis(case.shape, load, case.settings, *sizes, 10**9, shared_memory=True)
+    assert (apart.summary_blocks, apart.pool_blocks) == (68, 471)  # an eighth of 540, rounded up
+    assert (shared.summary_blocks, shared.pool_blocks) == (0, 539)
+    assert shared.fits_host == (10**9 - beside) // shared.host_bytes_each
+    with pytest.raises(SettingsError, match=rf"--host-gib {(shared.host_bytes_each + beside) / GIB:.3f} or more"):
+        hold_oasis(case.shape, load, case.settings.model_copy(update={"residency": "bounded"}), *sizes, 10**7, True)
+    alone = case.settings.model_copy(update={"residency": "in_place"})  # without a host pool
+    assert hold_oasis(case.shape, load, alone, *sizes, 10**9, shared_memory=True).summary_blocks == 68
 
 
 def test_the_host_pool_by_default_is_four_kv_pools_and_limits_what_runs() -> None:
@@ -246,13 +261,13 @@ def test_llamas_bounded_step() -> None:
 
 def test_the_demos_bounded_step() -> None:
     side = make_plan(smollm2()).oasis
-    # 268,959,744 bytes at 20 GB/s; 5 x 2,048 x 23,040 at 5; of 182.25 pages two boxes of 256, of 122 the codes too, so
-    # 5 x 155,776 x 90 / 4 at 1; 3 pages x 8,192 x 450 at 10, after the rest and not beside it.
+    # 268,959,744 bytes at 20 GB/s; 6 x 2,048 x 23,040 at 5; of 182.25 pages two boxes of 256, of 122 the codes too, so
+    # 6 x 155,776 x 90 / 4 at 1; 3 pages x 8,192 x 540 at 10, after the rest and not beside it.
     milliseconds = {name: 1e3 * phase.seconds for name, phase in side.step.phases.items()}
-    expected = {"weights": 13.4479872, "attention": 47.18592, "scoring": 17.5248, "link": 1.10592, "overhead": 3}
+    expected = {"weights": 13.4479872, "attention": 56.623104, "scoring": 21.02976, "link": 1.327104, "overhead": 3}
     assert milliseconds == pytest.approx(expected)
-    assert side.step.seconds == pytest.approx(82.2646272e-3)
-    assert side.tokens_per_second == pytest.approx(60.7795, rel=1e-4)
+    assert side.step.seconds == pytest.approx(95.4279552e-3)
+    assert side.tokens_per_second == pytest.approx(62.8747, rel=1e-4)
 
 
 def test_prefill_and_a_fleet() -> None:

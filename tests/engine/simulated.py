@@ -90,8 +90,9 @@ class Simulation:
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         probe = _config(model, "dense", False, 1.0, True)
         kv_cache = _kv_cache(probe, blocks)
-        each = bytes_per_block(layout_of(probe, kv_cache, settings_of(probe)).shapes)
-        config = _config(model, residency, drafts, (host_blocks + 0.5) * each / (1 << 30), reuse)
+        layout = layout_of(probe, kv_cache, settings_of(probe))
+        host_bytes = (host_blocks + 0.5) * bytes_per_block(layout.shapes) + layout.device_summary_bytes
+        config = _config(model, residency, drafts, host_bytes / (1 << 30), reuse)
         config.cache_config.num_gpu_blocks = blocks
         self.scheduler = Scheduler(config, kv_cache, StructuredOutputManager(config), block_size=BLOCK)
         self.half = self.scheduler.connector.scheduler

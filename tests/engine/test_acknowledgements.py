@@ -46,7 +46,7 @@ def test_a_request_becomes_bounded_when_its_copies_are_acknowledged(tiny_llama: 
 @pytest.mark.parametrize("residency", ["bounded", "auto"])
 def test_acknowledgements_that_never_come_end_in_preemption_not_in_waiting(tiny_llama: Path, residency: str) -> None:
     """Nothing can be freed: the requests take turns, as they do without OasisKV, and all get their tokens."""
-    vllm = {"num_gpu_blocks_override": 60, "max_model_len": 1024}
+    vllm = {"num_gpu_blocks_override": 54, "max_model_len": 1024}
     with engine(tiny_llama, vllm=vllm, residency=residency) as e:
         delay_acknowledgements(e, 10**9)
         for i in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,24 @@ def test_the_number_running_at_once_is_that_of_the_formula(tiny_llama: Path, res
     assert stock <= pool // full < most
 
 
+def test_where_most_are_bounded_nobody_stays_in_place_for_long(tiny_llama: Path) -> None:
+    """Beside bounded requests, a few in place would cost every layer a kernel call of their own."""
+    vllm = {"num_gpu_blocks_override": 72, "max_model_len": 700}
+    alone: Counter[str] = Counter()
+    most = 0
+    with engine(tiny_llama, vllm=vllm, residency="auto", budget_tokens=BUDGET) as e:
+        for i in range(8):
+            e.submit(prompt(PROMPT, seed=i), TOKENS)
+        while e.llm.llm_engine.has_unfinished_requests():
+            e.step()
+            ledger = e.half.ledger
+            most = max(most, ledger.states[State.BOUNDED])
+            if 0 < ledger.states[State.IN_PLACE] < ledger.states[State.BOUNDED]:
+                alone.update(name for name, record in ledger.records.items() if record.state == State.IN_PLACE)
+    assert most >= 4
+    assert max(alone.values()) <= 4, alone  # until its copies are acknowledged
+
+
 def test_lookahead_slots_are_part_of_the_bound(tiny_llama: Path, tiny_draft: Path) -> None:
     speculation: dict[str, Any] = {"method": "draft_model", "model": str(tiny_draft), "num_speculative_tokens": DRAFTS}
     vllm = {"num_gpu_blocks_override": 72, "max_model_len": 700, "speculative_config": speculation}
@@ -84,7 +103,8 @@ def test_the_host_pool_is_part_of_admission(tiny_llama: Path) -> None:
     each = -(-(PROMPT + TOKENS) // BLOCK)
     with engine(tiny_llama, budget_tokens=BUDGET) as e:
         bytes_per_block = e.worker.arena.nbytes / e.half.layout.host_blocks
-    gib = (2 * each + 5) * bytes_per_block / (1 << 30)
+        summaries = e.half.layout.device_summary_bytes
+    gib = ((2 * each + 5) * bytes_per_block + summaries) / (1 << 30)
     with engine(tiny_llama, vllm={"max_model_len": 700}, budget_tokens=BUDGET, host_gib=gib) as e:
         assert e.half.layout.host_blocks == 2 * each + 5
         assert most_running(e, requests=6) == 2

@@ -54,7 +54,7 @@ def test_200_requests_leave_nothing(steady_llama: Path, residency: str, spec: st
     """In a pool so small that some are preempted. What is left after the second hundred is what was left after the
     first: the arrays that grow with the number of requests at once have grown, nothing grows with their total."""
     config = SPECULATIONS[spec]
-    vllm: dict[str, Any] = {"num_gpu_blocks_override": 48, "max_model_len": 900}
+    vllm: dict[str, Any] = {"num_gpu_blocks_override": 43, "max_model_len": 900}
     if config:
         vllm["speculative_config"] = config | {"model": str(steady_llama)}
     with engine(steady_llama, vllm=vllm, residency=residency, budget_tokens=192) as e:

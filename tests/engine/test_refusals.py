@@ -103,7 +103,11 @@ def test_a_wrong_setting_is_refused_in_vllms_own_configuration(
             {},
             ["host_gib=0.0001", "max_model_len=2048", "or more", "raise host_gib or lower --max-model-len"],
         ),
-        ({}, {"num_gpu_blocks_override": 66}, ["device pool of 66 blocks", "needs 64", "lower --max-model-len"]),
+        (
+            {"residency": "in_place"},
+            {"num_gpu_blocks_override": 66},
+            ["device pool of 66 blocks", "needs 64", "lower --max-model-len"],
+        ),
         ({}, {"pipeline_parallel_size": 2}, ["pipeline parallelism", "without OasisKV"]),
     ],
     ids=["block 16", "block 48", "budget in blocks", "host pool", "device pool", "pipeline parallel"],
@@ -197,6 +201,6 @@ def test_what_only_the_engine_process_can_tell_reaches_the_user_too(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     arguments = ENGINE | {"num_gpu_blocks_override": 66}
     with pytest.raises(RuntimeError):
-        LLM(str(tiny_llama), **arguments, **oasiskv.engine_args(budget_tokens=256))
+        LLM(str(tiny_llama), **arguments, **oasiskv.engine_args(budget_tokens=256, residency="in_place"))
     shown = "".join(capfd.readouterr())
     assert "OasisKV: the device pool of 66 blocks keeps" in shown[-6000:]
