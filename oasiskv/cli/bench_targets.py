@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> None:
     output = Output.of(args)
     check_vllm()
     made = provenance(["oasiskv", "bench", "targets", *arguments])
-    earlier = read(args.resume, CASES, made) if args.resume else Earlier()
+    earlier = read(args.resume, CASES, made) if args.resume else NOTHING_EARLIER
     progress = Console(stderr=True)
     results = measure(cases, args.rounds, Engines(progress), output, made, Console(), progress, earlier)
     if not any(result.rounds for result in results):

@@ -116,6 +116,7 @@ class Ledger:
         """Records with copies in flight."""
         self.acknowledged_blocks = 0
         self._followed = (0, 0)
+        """Bounded requests and those in place, when it was last looked whether the latter should follow."""
 
     # -- arrivals and departures
 
