@@ -26,58 +26,58 @@ SWITCH = "OASISKV_KERNELS"
 """Environment: 0 leaves everything to torch."""
 MOST_DIM = 256
 """Largest head dimension that the kernels take."""
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-_OUT_OF_RANGE = "a count, or the index of a block, a row or a token, is out of range"
+OUT_OF_RANGE = "a count, or the index of a block, a row or a token, is out of range"
 
 
-def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """As in ``native/kernels.h``: ``name:kind``, p a pointer, i an int64, f a float."""
+def structure(name: str, fields: str) -> type[ctypes.Structure]:
+    """One of ``native/kernels.h``: ``name:kind``, p a pointer, i an int64, f a float."""
     kinds = {"p": c_void_p, "i": c_int64, "f": c_float}
     pairs = [(word.split(":")[0], kinds[word.split(":")[1]]) for word in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": pairs})
 
 
 _STRUCTURES = {
-    "oasis_two_bit_scores": _structure(
+    "oasis_two_bit_scores": structure(
         "TwoBitScores",
         "store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i index:p counts:p requests:i columns:i "
         "queries:p query_format:i tokens:i token_stride:i rows:p row_counts:p heads:i group:i dim:i scale:f read_on:f "
         "refine:i out:p isa:i",
     ),
-    "oasis_swap_plans": _structure(
+    "oasis_swap_plans": structure(
         "SwapPlans",
         "scores:p requests:i heads:i columns:i resident:p age:p slots:i hot_of:p sinks:i cap:p width:i incoming:p "
         "target:p kept:p counts:p",
     ),
-    "oasis_copy_rows": _structure(
+    "oasis_copy_rows": structure(
         "CopyRows",
         "source:p source_rows:p source_count:i target:p target_rows:p target_count:i count:i row_bytes:i "
         "source_stride:i target_stride:i",
     ),
-    "oasis_copy_blocks": _structure(
+    "oasis_copy_blocks": structure(
         "CopyBlocks",
         "planes:p plane_count:i source:p target:p count:i source_blocks:i target_blocks:i reversed:i",
     ),
-    "oasis_enter_swaps": _structure(
+    "oasis_enter_swaps": structure(
         "EnterSwaps",
         "rows:p requests:i heads:i slots:i width:i incoming:p target:p kept:p block:p age:p map_rows:i step:i copies:i "
         "page_heads:i sinks:i columns:i index:p hot:p host:p host_rows:i host_stride:i host_first:i device:p "
         "device_rows:i device_stride:i row_bytes:i",
     ),
-    "oasis_two_bit_summaries": _structure(
+    "oasis_two_bit_summaries": structure(
         "TwoBitSummaries",
         "keys:p format:i token_stride:i tokens:i first:p parts:p count:i heads:i dim:i store:p head_stride:i "
         "all_parts:i part_bytes:i box_format:i",
     ),
 }
-_SummaryWrites = _structure(
+_SummaryWrites = structure(
     "SummaryWrites",
     "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_parts:p bulk_count:i staged_first:p staged_parts:p "
     "staged_count:i",
 )
-_SummaryLayer = _structure(
+_SummaryLayer = structure(
     "SummaryLayer",
     "keys:p tokens:i token_stride:i stage:p slots:i format:i heads:i dim:i store:p head_stride:i all_parts:i "
     "part_bytes:i box_format:i",
@@ -85,36 +85,38 @@ _SummaryLayer = _structure(
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The kernels, if they are built and switched on."""
     found = importlib.util.find_spec("oasiskv.core.native._kernels")
     if found is None or found.origin is None or os.environ.get(SWITCH) == "0":
         return None
-    library = ctypes.CDLL(found.origin)
-    for name in ("oasis_best_isa", "oasis_write_summaries", *_STRUCTURES):
-        getattr(library, name).restype = c_int64
-    return library
+    loaded = ctypes.CDLL(found.origin)
+    for name in ("oasis_best_isa", "oasis_write_summaries", "oasis_decode_attention", *_STRUCTURES):
+        getattr(loaded, name).restype = c_int64
+    return loaded
 
 
 def _call(name: str, **values: Any) -> None:
-    """Call a kernel; a tensor stands for its address."""
-    if not getattr(_library(), name)(ctypes.byref(_filled(_STRUCTURES[name], values))):
-        raise IndexError(f"{name}: {_OUT_OF_RANGE}")
+    """Call a kernel with such fields."""
+    if not getattr(library(), name)(ctypes.byref(filled(_STRUCTURES[name], values))):
+        raise IndexError(f"{name}: {OUT_OF_RANGE}")
 
 
-def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> ctypes.Structure:
+def filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> ctypes.Structure:
+    """A structure with these fields; a tensor stands for its address."""
     given = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
     return structure(**given)
 
 
 def are_built() -> bool:
     """Whether the kernels are there and switched on."""
-    return _library() is not None
+    return library() is not None
 
 
 def best_isa() -> int:
     """Index in ``ISAS`` of the best that this machine has; -1 without kernels."""
-    library = _library()
-    return int(library.oasis_best_isa()) if library is not None else -1
+    found = library()
+    return int(found.oasis_best_isa()) if found is not None else -1
 
 
 def take(*tensors: Tensor) -> bool:
@@ -169,13 +171,13 @@ def two_bit_scores(
         blocks=blocks,
         parts=parts,
         part_bytes=part_bytes,
-        box_format=_FORMATS[box_dtype],
+        box_format=FORMATS[box_dtype],
         index=index,
         counts=counts,
         requests=requests,
         columns=columns,
         queries=queries,
-        query_format=_FORMATS[queries.dtype],
+        query_format=FORMATS[queries.dtype],
         tokens=tokens,
         token_stride=queries.stride(0),
         rows=rows,
@@ -208,7 +210,7 @@ def two_bit_summaries(keys: Tensor, first: Tensor, store: Tensor, parts: Tensor,
     _call(
         "oasis_two_bit_summaries",
         keys=keys,
-        format=_FORMATS[keys.dtype],
+        format=FORMATS[keys.dtype],
         token_stride=keys.stride(0),
         tokens=tokens,
         first=first,
@@ -220,7 +222,7 @@ def two_bit_summaries(keys: Tensor, first: Tensor, store: Tensor, parts: Tensor,
         head_stride=store.stride(0),
         all_parts=store.shape[1],
         part_bytes=store.shape[2],
-        box_format=_FORMATS[box_dtype],
+        box_format=FORMATS[box_dtype],
     )
 
 
@@ -231,7 +233,7 @@ class TwoBitWrites:
         self.lists = {name: found.contiguous() for name, found in lists.items()}
         assert all(found.dtype == torch.int64 for found in lists.values())
         counts = {f"{name.split('_')[0]}_count": len(found) for name, found in self.lists.items()}
-        self.structure = _filled(_SummaryWrites, {**self.lists, **counts})
+        self.structure = filled(_SummaryWrites, {**self.lists, **counts})
 
 
 class TwoBitLayer:
@@ -243,23 +245,23 @@ class TwoBitLayer:
         heads, parts, part_bytes = store.shape
         assert store[0].is_contiguous() and dim <= MOST_DIM
         self._key_dtype, self._tail = key_dtype, (heads, dim)
-        self._structure: Any = _filled(
+        self._structure: Any = filled(
             _SummaryLayer,
             {
-                "format": _FORMATS[key_dtype],
+                "format": FORMATS[key_dtype],
                 "heads": heads,
                 "dim": dim,
                 "store": store,
                 "head_stride": store.stride(0),
                 "all_parts": parts,
                 "part_bytes": part_bytes,
-                "box_format": _FORMATS[box_dtype],
+                "box_format": FORMATS[box_dtype],
             },
         )
         self._kept = store
-        library = _library()
-        assert library is not None
-        self._kernel = library.oasis_write_summaries
+        found = library()
+        assert found is not None
+        self._kernel = found.oasis_write_summaries
 
     def stage(self, stage: Tensor) -> None:
         """The keys of unfinished parts wait in ``stage`` ``[slots, KV heads, D]`` from now on."""
@@ -278,7 +280,7 @@ class TwoBitLayer:
                 raise ValueError(f"keys {list(keys.shape)} of {keys.dtype} with strides {keys.stride()} do not fit")
             layer.keys, layer.tokens, layer.token_stride = keys.data_ptr(), tokens, stride
         if not self._kernel(ctypes.byref(writes.structure), ctypes.byref(layer)):
-            raise IndexError(f"oasis_write_summaries: {_OUT_OF_RANGE}")
+            raise IndexError(f"oasis_write_summaries: {OUT_OF_RANGE}")
 
 
 def swap_plans(

@@ -1,4 +1,4 @@
-"""The CPU attention backend: vLLM's stock kernels, fed with our tables.
+"""The CPU attention backend: attention over our tables, by our kernel where a step decodes, else by vLLM's stock ones.
 
 Where OasisKV is off, ``get_impl_cls`` and ``get_builder_cls`` hand out vLLM's own classes.
 """
@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from oasiskv.core.decode_attention import MOST_TOKENS, DecodeAttention, DecodeBatch, is_for
 from oasiskv.core.settings import SettingsError
 from oasiskv.vllm_plugin.connector import OasisConnector
 from oasiskv.vllm_plugin.spec import OasisSpec
@@ -117,6 +118,7 @@ class OasisCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._decoders: dict[tuple[int, int], DecodeAttention | None] = {}
         config = get_current_vllm_config_or_none()
         settings = settings_of(config) if config is not None else None
         if self.sliding_window == -1 and settings is not None:
@@ -178,33 +180,54 @@ class OasisCPUImpl(CPUAttentionBackendImpl):
         blocks, kv_heads, size, width = kv_cache.shape
         if view.main is not None:
             batch = view.main
-            self._plan(batch, self.num_heads, kv_heads, layer, query.dtype)
             q = query[: metadata.num_actual_tokens] if batch.tokens is None else query[batch.tokens]
             out = output[: metadata.num_actual_tokens] if batch.tokens is None else torch.empty_like(q)
-            self._attend(layer, q, kv_cache.view(blocks, kv_heads, 2 * size, width // 2), batch, batch.block_table, out)
+            self._attend(layer, q, kv_cache, batch, batch.block_table, out)
             if batch.tokens is not None:
                 output[batch.tokens] = out
         if view.in_place is not None:
             rows, batch = view.in_place, view.in_place.batch
-            per_head, group = kv_heads // rows.heads, self.num_heads // rows.heads
-            self._plan(batch, group, per_head, layer, query.dtype)
             table = rows.tables(worker.map.block[index, rows.rows, :, : rows.chosen.shape[2]])
-            cache = kv_cache.view(blocks * rows.heads, per_head, 2 * size, width // 2)
-            split, where = (rows.heads, group), (batch.tokens, rows.head_of)
+            cache = kv_cache.view(blocks * rows.heads, kv_heads // rows.heads, size, width)
+            split, where = (rows.heads, self.num_heads // rows.heads), (batch.tokens, rows.head_of)
             q = query.unflatten(1, split)[where]
             out = torch.empty_like(q)
             self._attend(layer, q, cache, batch, table, out)
             output.unflatten(1, split)[where] = out
 
-    def _plan(self, batch: Batch, heads: int, kv_heads: int, layer: Any, dtype: torch.dtype) -> None:
+    def _attend(self, layer: Any, query: Tensor, cache: Tensor, batch: Batch, table: Tensor, output: Tensor) -> None:
+        """``cache`` ``[blocks, KV heads, size, 2 D]``, of as many heads as ``table`` names pages of."""
+        decode = self._decode(layer, cache, query) if batch.longest <= MOST_TOKENS else None
+        if decode is None:
+            self._attend_stock(layer, query, cache, batch, table, output)
+            return
+        if batch.decode is None:
+            batch.decode = DecodeBatch(batch.query_start_loc, batch.seq_lens, table)
+        elif table is not batch.block_table:  # one of this layer's own
+            batch.decode.use(table)
+        decode.attend(batch.decode, query, output)
+
+    def _decode(self, layer: Any, cache: Tensor, query: Tensor) -> DecodeAttention | None:
+        """Our kernel for this layer, if it computes what the layer wants from pages laid out as these are."""
+        key = (cache.data_ptr(), cache.shape[1])
+        if key not in self._decoders:
+            plain = self.logits_soft_cap == 0 and self.sinks is None and cache.dtype is query.dtype
+            fits = plain and layer.isa == "vec" and is_for(cache)
+            self._decoders[key] = DecodeAttention(cache, query.shape[1], self.scale) if fits else None
+        return self._decoders[key]
+
+    def _attend_stock(
+        self, layer: Any, query: Tensor, cache: Tensor, batch: Batch, table: Tensor, output: Tensor
+    ) -> None:
+        blocks, kv_heads, size, width = cache.shape
         if batch.scheduler is None:
             batch.scheduler = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=len(batch.seq_lens),
-                num_heads=heads,
+                num_heads=query.shape[1],
                 num_kv_heads=kv_heads,
                 head_dim=self.head_size,
                 seq_lens=batch.seq_lens,
-                dtype=dtype,
+                dtype=query.dtype,
                 query_start_loc=batch.query_start_loc,
                 causal=True,
                 sliding_window_size=-1,
@@ -212,9 +235,7 @@ class OasisCPUImpl(CPUAttentionBackendImpl):
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
                 kv_cache_dtype=self.kv_cache_dtype,
             )
-
-    def _attend(self, layer: Any, query: Tensor, cache: Tensor, batch: Batch, table: Tensor, output: Tensor) -> None:
-        key_cache, value_cache = cache.chunk(2, dim=2)
+        key_cache, value_cache = cache.view(blocks, kv_heads, 2 * size, width // 2).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=key_cache,

@@ -1,6 +1,6 @@
 """One step as the attention layers see it: which rows attend to what, resolved once and shared by all layers.
 
-    rows of the batch -+- dense, prefilling, seeding: vLLM's own table    }  one call of the stock kernel
+    rows of the batch -+- dense, prefilling, seeding: vLLM's own table    }  one call of the kernel
                        +- bounded: [sinks | hot slots | window | tail]    }
                        +- in_place: a table per layer (and KV head)          a second call
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oasiskv.core.decode_attention import DecodeBatch
 from oasiskv.core.page_scores import Candidates
 from oasiskv.core.predictor import query_rows_batch
 from oasiskv.core.summaries import SummaryWrites, Written
@@ -34,14 +35,17 @@ if TYPE_CHECKING:
 class Batch:
     """Rows of one kernel call. ``tokens`` picks theirs out of the step's (None: all, in order).
 
-    ``scheduler`` is the CPU kernel's plan; it depends on lengths only, so the builder's owner makes it once.
+    ``longest``: most tokens of a row. ``scheduler`` is the plan of vLLM's CPU kernel, ``decode`` that of ours; either
+    depends on lengths and tables only, so that one serves all layers.
     """
 
     tokens: Tensor | None
     query_start_loc: Tensor
+    longest: int
     seq_lens: Tensor
     block_table: Tensor
     scheduler: Tensor | None = None
+    decode: DecodeBatch | None = None
 
 
 @dataclass
@@ -241,9 +245,11 @@ def _main_batch(
     block_table = np.zeros((len(rows), max(len(t) for t in tables)), dtype=np.int32)
     for k, ids in enumerate(tables):
         block_table[k, : len(ids)] = ids
+    counts = [starts[i + 1] - starts[i] for i in rows]
     return Batch(
         tokens=None if everything else _tokens_of(rows, starts),
-        query_start_loc=common.query_start_loc if everything else _starts_of([starts[i + 1] - starts[i] for i in rows]),
+        query_start_loc=common.query_start_loc if everything else _starts_of(counts),
+        longest=max(counts),
         seq_lens=torch.tensor(lengths, dtype=common.seq_lens.dtype),
         block_table=torch.from_numpy(block_table),
     )
@@ -271,6 +277,7 @@ def _in_place_rows(
     batch = Batch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         query_start_loc=_starts_of(counts),
+        longest=max(counts),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_table=torch.empty(0),
     )

@@ -2,10 +2,19 @@
 
 #include <cstring>
 
-namespace base { void two_bit_scores(const TwoBitScores&); }
+namespace base {
+void two_bit_scores(const TwoBitScores&);
+void decode_attention(const AttentionBatch&, const AttentionLayer&);
+}
 #if defined(__x86_64__)
-namespace avx2 { void two_bit_scores(const TwoBitScores&); }
-namespace avx512 { void two_bit_scores(const TwoBitScores&); }
+namespace avx2 {
+void two_bit_scores(const TwoBitScores&);
+void decode_attention(const AttentionBatch&, const AttentionLayer&);
+}
+namespace avx512 {
+void two_bit_scores(const TwoBitScores&);
+void decode_attention(const AttentionBatch&, const AttentionLayer&);
+}
 #endif
 
 // Instruction sets, best last: 0 any machine, 1 AVX2, 2 AVX-512 with bfloat16.
@@ -30,6 +39,21 @@ extern "C" int64_t oasis_two_bit_scores(const TwoBitScores* a) {
     if (a->isa == 1) return avx2::two_bit_scores(*a), 1;
 #endif
     return base::two_bit_scores(*a), 1;
+}
+
+extern "C" int64_t oasis_decode_attention(const AttentionBatch* b, const AttentionLayer* a) {
+    for (int64_t r = 0; r < b->requests; ++r) {
+        const int64_t newest = b->starts[r + 1] - b->starts[r], pages = (b->seq_lens[r] + a->size - 1) / a->size;
+        if (b->starts[r] < 0 || newest < 0 || b->starts[r + 1] > a->tokens) return 0;
+        if (b->seq_lens[r] < newest || pages > b->columns) return 0;
+        for (int64_t i = 0; i < pages; ++i)
+            if (!in_range(b->table[r * b->columns + i], a->blocks)) return 0;
+    }
+#if defined(__x86_64__)
+    if (a->isa == 2) return avx512::decode_attention(*b, *a), 1;
+    if (a->isa == 1) return avx2::decode_attention(*b, *a), 1;
+#endif
+    return base::decode_attention(*b, *a), 1;
 }
 
 extern "C" int64_t oasis_copy_rows(const CopyRows* a) {

@@ -116,3 +116,21 @@ struct SummaryLayer {
     uint8_t* store;  // [heads, all_parts, part_bytes]
     int64_t head_stride, all_parts, part_bytes, box_format;
 };
+
+// A batch of requests: the newest tokens of each attend over the pages in its row of the table.
+struct AttentionBatch {
+    const int32_t* starts;    // [requests + 1]: first token of each request
+    const int32_t* seq_lens;  // [requests]: tokens that its last token sees, itself included
+    const int32_t* table;     // [requests, columns]: blocks
+    int64_t requests, columns;
+};
+
+// One layer. A page: keys [dim, size], then values [size, dim].
+struct AttentionLayer {
+    const void* cache;  // [blocks, heads, 2 * size, dim]
+    int64_t format, blocks, heads, size, dim, group;
+    float scale;
+    const void* query;  // [tokens, heads * group, dim], `query_stride` numbers from one token to the next
+    void* out;          // the same, `out_stride`
+    int64_t tokens, query_stride, out_stride, isa;
+};

@@ -65,7 +65,8 @@ inline void sums(const Floats* v, float* out) {
     }
 }
 
-// exp(x) to 1e-5 of itself for x in [-87, 87]; smaller and larger x are taken as these.
+// exp(x) to 1e-5 of itself (`Terms` 5) or 1e-6 (7) for x in [-87, 87]; smaller and larger x are taken as these.
+template <int Terms = 5>
 inline Floats exponential(Floats x) {
     x = x < -87.0f ? all(-87.0f) : x;
     x = x > 87.0f ? all(87.0f) : x;
@@ -73,6 +74,7 @@ inline Floats exponential(Floats x) {
     const Floats shifted = x * 1.44269504f + magic;
     const Floats r = x * 1.44269504f - (shifted - magic);
     Floats p = all(0.00961813f);  // 2^r for r in [-0.5, 0.5]
+    if (Terms == 7) p += (all(0.00133336f) + 0.00015404f * r) * r;
     p = p * r + 0.05550411f;
     p = p * r + 0.24022651f;
     p = p * r + 0.69314718f;
