@@ -39,7 +39,7 @@ def structure(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": pairs})
 
 
-_STRUCTURES = {
+STRUCTURES = {
     "oasis_two_bit_scores": structure(
         "TwoBitScores",
         "store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i index:p counts:p requests:i columns:i "
@@ -72,6 +72,7 @@ _STRUCTURES = {
         "all_parts:i part_bytes:i box_format:i",
     ),
 }
+_OTHERS = ("oasis_best_isa", "oasis_write_summaries", "oasis_decode_attention", "oasis_score_and_swap")
 _SummaryWrites = structure(
     "SummaryWrites",
     "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_parts:p bulk_count:i staged_first:p staged_parts:p "
@@ -91,14 +92,14 @@ def library() -> ctypes.CDLL | None:
     if found is None or found.origin is None or os.environ.get(SWITCH) == "0":
         return None
     loaded = ctypes.CDLL(found.origin)
-    for name in ("oasis_best_isa", "oasis_write_summaries", "oasis_decode_attention", *_STRUCTURES):
+    for name in (*STRUCTURES, *_OTHERS):
         getattr(loaded, name).restype = c_int64
     return loaded
 
 
 def _call(name: str, **values: Any) -> None:
     """Call a kernel with such fields."""
-    if not getattr(library(), name)(ctypes.byref(filled(_STRUCTURES[name], values))):
+    if not getattr(library(), name)(ctypes.byref(filled(STRUCTURES[name], values))):
         raise IndexError(f"{name}: {OUT_OF_RANGE}")
 
 

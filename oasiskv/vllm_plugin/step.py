@@ -22,6 +22,7 @@ from torch import Tensor
 from oasiskv.core.decode_attention import DecodeBatch
 from oasiskv.core.page_scores import Candidates
 from oasiskv.core.predictor import query_rows_batch
+from oasiskv.core.score_and_swap import SwapBatch
 from oasiskv.core.summaries import SummaryWrites, Written
 from oasiskv.vllm_plugin.metadata import State
 
@@ -85,7 +86,8 @@ class ScoreGroup:
     """Requests scored together: same summaries, same kind of result.
 
     ``members`` are their rows in the residency map, with the step in which each got it.
-    ``most`` is the largest ``cap``. ``hot`` int64 ``[R, H]``: device blocks of the hot slots (bounded only).
+    ``most`` is the largest ``cap``. ``hot`` int64 ``[R, H]``: device blocks of the hot slots (bounded only). ``batch``:
+    the same for the kernels, made by the first layer that needs it.
     """
 
     on_host: bool
@@ -97,6 +99,7 @@ class ScoreGroup:
     most: int
     hot: Tensor
     candidates: Candidates
+    batch: SwapBatch | None = None
 
 
 @dataclass

@@ -28,6 +28,7 @@ from oasiskv.core.settings import Settings, SettingsError
 from oasiskv.core.summaries import LayerSummaries, StagedTail, SummaryBook, SummaryWrites, Written
 from oasiskv.core.swap_plan import EMPTY, SwapPlan, first_set, plan_swaps
 from oasiskv.tiers.host import HostArena, as_pages
+from oasiskv.vllm_plugin.direct_swaps import DirectSwaps
 from oasiskv.vllm_plugin.layout import Layout, layer_scorer
 from oasiskv.vllm_plugin.metadata import Park, RequestStep, State, StepMetadata
 from oasiskv.vllm_plugin.metrics import OasisStats
@@ -123,6 +124,7 @@ class Worker:
         self.stats = OasisStats()
         self.observer: Callable[..., None] | None = None
         """Called after each attention with what it saw; for tests and measurements."""
+        self._direct = DirectSwaps(self)
         self._born: dict[int, int] = {}
         self._owner: dict[int, Held] = {}
         self._seeding: set[int] = set()
@@ -353,6 +355,8 @@ class Worker:
             self._commit(layer, wait=True)
         if seeds:
             self._seeding.add(layer)
+        elif not self.pipeline.is_async and self._direct.choose(layer, view.groups, query, scale):
+            return
         self.pipeline.submit(layer, self._job(layer, view.groups, query, scale))
 
     def _job(
@@ -409,10 +413,10 @@ class Worker:
                     plan, moves = plan.only(alive), moves and moves.only(alive)
                 if moves is not None:
                     fetched = plan.misses - plan.capped if all(lives) else int((plan.incoming != EMPTY).sum())
-                    self._count_fetched(layer, fetched, moves.page_heads)
+                    self.count_fetched(layer, fetched, moves.page_heads)
                 self.map.apply(layer, plan, moves)
-                if counts and not self.layout.layers[layer].is_draft:
-                    self.stats.add(hits=plan.hits, misses=plan.misses, swaps_capped=plan.capped)
+                if counts:
+                    self.count_choice(layer, plan.hits, plan.misses, plan.capped)
 
     def _moves(self, layer: int, group: ScoreGroup) -> PageMoves:
         return self.arena.moves(
@@ -424,18 +428,24 @@ class Worker:
         set for all of them)."""
         return self.map.heads > 1 and self.layout.layers[layer].shape.heads == self.map.heads
 
-    def _count_fetched(self, layer: int, swaps: int, page_heads: int | None) -> None:
+    def count_choice(self, layer: int, hits: int, misses: int, capped: int) -> None:
+        """What a layer's queries wanted, and whether it was resident."""
+        if not self.layout.layers[layer].is_draft:
+            self.stats.add(hits=hits, misses=misses, swaps_capped=capped)
+
+    def count_fetched(self, layer: int, swaps: int, page_heads: int | None) -> None:
+        """Swaps that brought in a page of one KV head, or (all heads having one set) of ``page_heads``."""
         pages = swaps if page_heads is None else swaps // self.map.heads * page_heads
         self.stats.add(pages_fetched=pages, bytes_fetched=pages * self.layout.layers[layer].shape.page_bytes)
 
     def _load(self, layer: int, host: Tensor, head: Tensor, device: Tensor) -> None:
         if self._per_head(layer):
             self.arena.load(layer, host, head, self.pages[layer], device)
-            self._count_fetched(layer, len(host), None)
+            self.count_fetched(layer, len(host), None)
         else:
             one = head == 0
             self.arena.load(layer, host[one], None, self.pages[layer], device[one])
-            self._count_fetched(layer, len(host), self.layout.layers[layer].shape.heads)
+            self.count_fetched(layer, len(host), self.layout.layers[layer].shape.heads)
 
     # -- the rest
 

@@ -56,6 +56,40 @@ extern "C" int64_t oasis_decode_attention(const AttentionBatch* b, const Attenti
     return base::decode_attention(*b, *a), 1;
 }
 
+extern "C" int64_t oasis_swap_plans(const SwapPlans*);
+extern "C" int64_t oasis_enter_swaps(const EnterSwaps*);
+
+extern "C" int64_t oasis_score_and_swap(const SwapBatch* batch, SwapLayer* l) {
+    TwoBitScores scores = batch->scores;
+    scores.store = l->store, scores.head_stride = l->head_stride, scores.blocks = l->blocks, scores.parts = l->parts;
+    scores.part_bytes = l->part_bytes, scores.box_format = l->box_format, scores.queries = l->queries;
+    scores.query_format = l->query_format, scores.tokens = l->tokens, scores.token_stride = l->token_stride;
+    scores.group = l->group, scores.dim = l->dim, scores.scale = l->scale;
+    if (!oasis_two_bit_scores(&scores)) return 0;
+
+    EnterSwaps enter = batch->enter;
+    const int64_t row = enter.heads * enter.slots;
+    enter.block += l->layer * enter.map_rows * row;
+    enter.age += l->layer * enter.map_rows * row;
+    enter.copies = l->host != nullptr;
+    enter.host = l->host, enter.host_rows = l->host_rows, enter.host_stride = l->host_stride;
+    enter.host_first = l->host_first, enter.device = l->device, enter.device_rows = l->device_rows;
+    enter.device_stride = l->device_stride, enter.row_bytes = l->row_bytes;
+    for (int64_t r = 0; r < enter.requests; ++r) {
+        if (!in_range(enter.rows[r], enter.map_rows)) return 0;
+        std::memcpy(batch->resident + r * row, enter.block + enter.rows[r] * row, row * sizeof(int32_t));
+        std::memcpy(batch->age + r * row, enter.age + enter.rows[r] * row, row * sizeof(int32_t));
+    }
+    oasis_swap_plans(&batch->plans);
+    l->hits = l->misses = l->capped = 0;
+    for (int64_t unit = 0; unit < enter.requests * enter.heads; ++unit) {
+        l->hits += batch->plans.counts[3 * unit];
+        l->misses += batch->plans.counts[3 * unit + 1];
+        l->capped += batch->plans.counts[3 * unit + 2];
+    }
+    return oasis_enter_swaps(&enter);
+}
+
 extern "C" int64_t oasis_copy_rows(const CopyRows* a) {
     for (int64_t i = 0; i < a->count; ++i)
         if (!in_range(a->source_rows[i], a->source_count) || !in_range(a->target_rows[i], a->target_count)) return 0;

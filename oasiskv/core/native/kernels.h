@@ -84,6 +84,30 @@ struct EnterSwaps {
     int64_t device_rows, device_stride, row_bytes;
 };
 
+// A whole choice: scores, plans and entries of a group of requests. What differs by layer is left out here ...
+struct SwapBatch {
+    TwoBitScores scores;
+    SwapPlans plans;
+    EnterSwaps enter;
+    int32_t* resident;  // [requests, heads, slots]: room for the plans' input
+    int32_t* age;
+};
+
+// ... and named here.
+struct SwapLayer {
+    int64_t layer;         // of the residency map
+    const uint8_t* store;  // summaries, as in TwoBitScores
+    int64_t head_stride, blocks, parts, part_bytes, box_format;
+    const void* queries;
+    int64_t query_format, tokens, token_stride, group, dim;
+    float scale;
+    const uint8_t* host;  // as in EnterSwaps; null: the pages stay where they are
+    int64_t host_rows, host_stride, host_first;
+    uint8_t* device;
+    int64_t device_rows, device_stride, row_bytes;
+    int64_t hits, misses, capped;  // the answer
+};
+
 struct TwoBitSummaries {
     const void* keys;  // [tokens, heads, dim], `token_stride` numbers from one token to the next
     int64_t format, token_stride, tokens;
