@@ -330,6 +330,22 @@ def swap_plans(
     return incoming, target, kept, (held, missing, capped)
 
 
+def places(moves: PageMoves) -> dict[str, Any]:
+    """Where pages lie and go, as fields of a structure."""
+    assert moves.host.is_contiguous() and moves.device.is_contiguous()
+    assert moves.host.dtype == moves.device.dtype and moves.host.shape[1] == moves.device.shape[1]
+    return {
+        "host": moves.host,
+        "host_rows": len(moves.host),
+        "host_stride": moves.host_stride,
+        "host_first": moves.host_first,
+        "device": moves.device,
+        "device_rows": len(moves.device),
+        "device_stride": moves.device_stride,
+        "row_bytes": moves.host.stride(0) * moves.host.itemsize,
+    }
+
+
 def enter_swaps(
     rows: Tensor,
     incoming: Tensor,
@@ -356,22 +372,13 @@ def enter_swaps(
     if moves is not None:
         index, hot = moves.index.contiguous(), moves.hot.contiguous()
         assert index.dtype == hot.dtype == torch.int64 and hot.shape == (requests, kept.shape[2])
-        assert moves.host.is_contiguous() and moves.device.is_contiguous()
-        assert moves.host.dtype == moves.device.dtype and moves.host.shape[1] == moves.device.shape[1]
         copying = {
             "page_heads": moves.page_heads or 0,
             "sinks": moves.sinks,
             "columns": index.shape[1],
             "index": index,
             "hot": hot,
-            "host": moves.host,
-            "host_rows": len(moves.host),
-            "host_stride": moves.host_stride,
-            "host_first": moves.host_first,
-            "device": moves.device,
-            "device_rows": len(moves.device),
-            "device_stride": moves.device_stride,
-            "row_bytes": moves.host.stride(0) * moves.host.itemsize,
+            **places(moves),
         }
     _call(
         "oasis_enter_swaps",

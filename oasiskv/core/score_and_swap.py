@@ -145,18 +145,8 @@ class SwapLayer:
             "scale": scale,
         }
         if moves is not None:
-            assert moves.page_heads is None and moves.host.is_contiguous() and moves.device.is_contiguous()
-            assert moves.host.dtype == moves.device.dtype and moves.host.shape[1] == moves.device.shape[1]
-            values |= {
-                "host": moves.host,
-                "host_rows": len(moves.host),
-                "host_stride": moves.host_stride,
-                "host_first": moves.host_first,
-                "device": moves.device,
-                "device_rows": len(moves.device),
-                "device_stride": moves.device_stride,
-                "row_bytes": moves.host.stride(0) * moves.host.itemsize,
-            }
+            assert moves.page_heads is None
+            values |= kernels.places(moves)
         self._structure: Any = kernels.filled(_Layer, values)
         self._kept = (store, moves)
         self._heads, self._queries = heads, (queries.dtype, queries.shape[1:])
