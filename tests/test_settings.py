@@ -35,6 +35,14 @@ def test_text_from_a_command_line_means_the_same_as_a_value(name: str, text: str
     assert getattr(Settings.parse({name: text}), name) == value
 
 
+@pytest.mark.parametrize(
+    ("refine", "hot", "pages"),
+    [("auto", 61, 128), ("auto", 13, 128), ("auto", 100, 200), ("all", 61, None), (2, 13, 26), (1.4, 10, 14)],
+)
+def test_codes_are_read_of_twice_the_hot_slots_and_of_4096_tokens_at_least(refine, hot: int, pages: int | None) -> None:
+    assert Settings(refine=refine).refined_pages(hot, block_size=32) == pages
+
+
 def test_settings_cannot_be_changed_afterwards() -> None:
     with pytest.raises(Exception, match="frozen"):
         Settings().budget_tokens = 1  # type: ignore[misc]

@@ -16,6 +16,8 @@ Auto = Literal["auto"]
 Residency = Literal["auto", "dense", "in_place", "bounded"]
 PART_TOKENS = 16
 """Tokens that share one summary; a block has ``block_size / 16`` parts."""
+LEAST_REFINED_TOKENS = 4096
+"""Tokens whose codes ``refine=auto`` reads at least: small budgets lose the pages that boxes rank badly."""
 
 
 class SettingsError(ValueError):
@@ -51,12 +53,12 @@ class Settings(BaseModel):
         Literal["box", "minmax", "mean", "q2"], Field(description="How a block's relevance is estimated.")
     ] = "q2"
     refine: Annotated[
-        Literal["all"] | Annotated[float, Field(ge=1)],
+        Literal["auto", "all"] | Annotated[float, Field(ge=1)],
         Field(
             description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best boxes first, as a "
-            "multiple of the hot slots."
+            "multiple of the hot slots; `auto`: twice the hot slots, at least 4,096 tokens."
         ),
-    ] = 2.0
+    ] = "auto"
     score_interval: Annotated[
         Auto | Annotated[int, Field(ge=1)],
         Field(description="Steps from one scoring of a layer to its next; `auto`: 4 for `q2`, else 1."),
@@ -131,9 +133,13 @@ class Settings(BaseModel):
             return self.score_interval
         return 4 if self.scorer == "q2" else 1
 
-    def refined_pages(self, hot: int) -> int | None:
-        """``refine`` in pages, for ``hot`` slots; None: all."""
-        return None if self.refine == "all" else max(hot, round(self.refine * hot))
+    def refined_pages(self, hot: int, block_size: int) -> int | None:
+        """``refine`` in pages of ``block_size`` tokens, for ``hot`` slots; None: all."""
+        if self.refine == "all":
+            return None
+        if self.refine == "auto":
+            return max(2 * hot, LEAST_REFINED_TOKENS // block_size)
+        return max(hot, round(self.refine * hot))
 
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, as ``kv_connector_extra_config`` takes them."""

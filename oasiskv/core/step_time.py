@@ -81,7 +81,7 @@ def oasis_step(
     geometry = Geometry.of(settings, held.block_size)
     attended = min(load.mean, geometry.bound * held.block_size)
     phases = _compute(shape, device, load, running, attended)
-    refine = settings.refined_pages(geometry.hot)
+    refine = settings.refined_pages(geometry.hot, geometry.block_size)
     each = summary.read(load.mean / held.block_size, geometry.parts, refine)
     summaries = running * each * shape.layers * shape.kv_heads
     rate = device.attained * (device.summary_bandwidth or device.memory_bandwidth)

@@ -197,7 +197,8 @@ class CoverageStudy:
                 row_counts=torch.tensor([[True, len(rows) > 1]]),
             )
             method, store = settings.group_merge, self._summaries[layer][i]
-            refine = settings.refined_pages(int(self.residency.hot_of[self._slots[i]]))
+            hot = int(self.residency.hot_of[self._slots[i]])
+            refine = settings.refined_pages(hot, self.geometry.block_size)
             merged = page_scores(self._scorers[i], queries.contiguous(), store, candidates, scale, method, refine)
             if settings.granularity == "layer":
                 merged = merge_heads(merged, method).expand(-1, grouped.shape[1], -1)

@@ -44,7 +44,7 @@ class DirectSwaps:
                     group.most,
                     sinks=worker.geometry.sinks,
                     step=worker.step,
-                    refine=worker.settings.refined_pages(worker.map.hot),
+                    refine=worker.settings.refined_pages(worker.map.hot, worker.geometry.block_size),
                 )
             hits, misses, capped = prepared.choose(group.batch, query)
             if group.on_host:

@@ -368,7 +368,7 @@ class Worker:
         per_head = self.layout.layers[layer].shape.heads == heads
         inputs = [(g, self.map.of(layer, g.rows)) for g in groups]
         stores = (self.summaries[layer].store, self.arena.summaries[layer])
-        refine = self.settings.refined_pages(self.map.hot)
+        refine = self.settings.refined_pages(self.map.hot, self.geometry.block_size)
         if self.pipeline.is_async:
             query = query.clone()  # the layer's buffer is used again while the job runs
 
