@@ -16,20 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oasiskv.core import kernels
+from oasiskv.core import kernels, native
 
 MOST_TOKENS = 8
 """Query tokens of a request up to which the kernel is the faster one."""
 PIECE = 32
 """Tokens, and channels, that the kernel reads at once: a page's size and D are multiples of it."""
 _FORMATS = (torch.float32, torch.bfloat16)
-
-_Batch = kernels.structure("AttentionBatch", "starts:p seq_lens:p table:p requests:i columns:i")
-_Layer = kernels.structure(
-    "AttentionLayer",
-    "cache:p format:i blocks:i heads:i size:i dim:i group:i scale:f query:p out:p tokens:i query_stride:i "
-    "out_stride:i isa:i",
-)
 
 
 class DecodeBatch:
@@ -45,7 +38,7 @@ class DecodeBatch:
         assert starts.dtype == seq_lens.dtype == torch.int32 and len(starts) == len(seq_lens) + 1
         self.starts, self.seq_lens = starts.contiguous(), seq_lens.contiguous()
         self.structure: Any = kernels.filled(
-            _Batch, {"starts": self.starts, "seq_lens": self.seq_lens, "requests": len(seq_lens)}
+            native.AttentionBatch, {"starts": self.starts, "seq_lens": self.seq_lens, "requests": len(seq_lens)}
         )
         self.use(table)
 
@@ -71,7 +64,7 @@ class DecodeAttention:
         assert is_for(cache) and query_heads % heads == 0
         self._cache, self._tail = cache, (query_heads, width // 2)
         self._structure: Any = kernels.filled(
-            _Layer,
+            native.AttentionLayer,
             {
                 "cache": cache,
                 "format": kernels.FORMATS[cache.dtype],

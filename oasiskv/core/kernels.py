@@ -1,5 +1,6 @@
 """The compiled kernels (``native/``), where torch would need many passes over memory. Each stands beside a reference
-in torch, which runs where they are missing: not compiled at installation, or tensors that are not on a CPU.
+in torch, which runs where they are missing (not compiled at installation, or tensors that are not on a CPU); but for
+attention, where vLLM's own kernel does.
 
 They share torch's own threads, and run without the GIL.
 """
@@ -9,13 +10,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_int64
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from oasiskv.core import native
 
 if TYPE_CHECKING:
     from oasiskv.core.residency import PageMoves
@@ -30,59 +34,16 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 OUT_OF_RANGE = "a count, or the index of a block, a row or a token, is out of range"
-
-
-def structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """One of ``native/kernels.h``: ``name:kind``, p a pointer, i an int64, f a float."""
-    kinds = {"p": c_void_p, "i": c_int64, "f": c_float}
-    pairs = [(word.split(":")[0], kinds[word.split(":")[1]]) for word in fields.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": pairs})
-
-
-STRUCTURES = {
-    "oasis_two_bit_scores": structure(
-        "TwoBitScores",
-        "store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i index:p counts:p requests:i columns:i "
-        "queries:p query_format:i tokens:i token_stride:i rows:p row_counts:p heads:i group:i dim:i scale:f read_on:f "
-        "refine:i out:p isa:i",
-    ),
-    "oasis_swap_plans": structure(
-        "SwapPlans",
-        "scores:p requests:i heads:i columns:i resident:p age:p slots:i hot_of:p sinks:i cap:p width:i incoming:p "
-        "target:p kept:p counts:p",
-    ),
-    "oasis_copy_rows": structure(
-        "CopyRows",
-        "source:p source_rows:p source_count:i target:p target_rows:p target_count:i count:i row_bytes:i "
-        "source_stride:i target_stride:i",
-    ),
-    "oasis_copy_blocks": structure(
-        "CopyBlocks",
-        "planes:p plane_count:i source:p target:p count:i source_blocks:i target_blocks:i reversed:i",
-    ),
-    "oasis_enter_swaps": structure(
-        "EnterSwaps",
-        "rows:p requests:i heads:i slots:i width:i incoming:p target:p kept:p block:p age:p map_rows:i step:i copies:i "
-        "page_heads:i sinks:i columns:i index:p hot:p host:p host_rows:i host_stride:i host_first:i device:p "
-        "device_rows:i device_stride:i row_bytes:i",
-    ),
-    "oasis_two_bit_summaries": structure(
-        "TwoBitSummaries",
-        "keys:p format:i token_stride:i tokens:i first:p parts:p count:i heads:i dim:i store:p head_stride:i "
-        "all_parts:i part_bytes:i box_format:i",
-    ),
+_TAKES = {
+    "oasis_two_bit_scores": native.TwoBitScores,
+    "oasis_swap_plans": native.SwapPlans,
+    "oasis_copy_rows": native.CopyRows,
+    "oasis_copy_blocks": native.CopyBlocks,
+    "oasis_enter_swaps": native.EnterSwaps,
+    "oasis_two_bit_summaries": native.TwoBitSummaries,
 }
 _OTHERS = ("oasis_best_isa", "oasis_write_summaries", "oasis_decode_attention", "oasis_score_and_swap")
-_SummaryWrites = structure(
-    "SummaryWrites",
-    "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_parts:p bulk_count:i staged_first:p staged_parts:p "
-    "staged_count:i",
-)
-_SummaryLayer = structure(
-    "SummaryLayer",
-    "keys:p tokens:i token_stride:i stage:p slots:i format:i heads:i dim:i store:p head_stride:i all_parts:i "
-    "part_bytes:i box_format:i",
-)
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -92,14 +53,21 @@ def library() -> ctypes.CDLL | None:
     if found is None or found.origin is None or os.environ.get(SWITCH) == "0":
         return None
     loaded = ctypes.CDLL(found.origin)
-    for name in (*STRUCTURES, *_OTHERS):
+    if not native.is_current(loaded):
+        logger.warning(
+            "OasisKV: the compiled kernels in %s are of another version than the Python beside them, so torch does "
+            "their work, more slowly; install OasisKV again (in a clone: pip install --no-deps -e .)",
+            found.origin,
+        )
+        return None
+    for name in (*_TAKES, *_OTHERS):
         getattr(loaded, name).restype = c_int64
     return loaded
 
 
 def _call(name: str, **values: Any) -> None:
     """Call a kernel with such fields."""
-    if not getattr(library(), name)(ctypes.byref(filled(STRUCTURES[name], values))):
+    if not getattr(library(), name)(ctypes.byref(filled(_TAKES[name], values))):
         raise IndexError(f"{name}: {OUT_OF_RANGE}")
 
 
@@ -234,7 +202,7 @@ class TwoBitWrites:
         self.lists = {name: found.contiguous() for name, found in lists.items()}
         assert all(found.dtype == torch.int64 for found in lists.values())
         counts = {f"{name.split('_')[0]}_count": len(found) for name, found in self.lists.items()}
-        self.structure = filled(_SummaryWrites, {**self.lists, **counts})
+        self.structure = filled(native.SummaryWrites, {**self.lists, **counts})
 
 
 class TwoBitLayer:
@@ -247,7 +215,7 @@ class TwoBitLayer:
         assert store[0].is_contiguous() and dim <= MOST_DIM
         self._key_dtype, self._tail = key_dtype, (heads, dim)
         self._structure: Any = filled(
-            _SummaryLayer,
+            native.SummaryLayer,
             {
                 "format": FORMATS[key_dtype],
                 "heads": heads,

@@ -20,6 +20,8 @@ from oasiskv.core.merge import READ_ON, merge_scores, read_on
 from oasiskv.core.scorers import Scorer, TwoBitScorer
 
 _NEVER = float("-inf")
+_MOST_ABOVE, _MOST_SCALE = 60.0, 1e30
+"""A token's logit by its code may be far above what any box promised: bounds that keep sums in a float's range."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,9 @@ def page_scores(
     """
     shares = merge == "softmax_sum"
     most = candidates.index.shape[1]
-    refine = most if refine is None or not shares else max(1, min(refine, most))
-    if (
-        isinstance(scorer, TwoBitScorer)
-        and shares
-        and most
-        and scorer.head_dim <= kernels.MOST_DIM
-        and queries.dtype in (torch.float32, torch.bfloat16)
-        and kernels.take(store, queries)
-    ):
+    refine = within(refine if shares else None, most)
+    if shares and most and has_kernel(scorer, store, queries):
+        assert isinstance(scorer, TwoBitScorer)
         return kernels.two_bit_scores(
             store,
             scorer.dtype,
@@ -84,6 +80,21 @@ def page_scores(
             refine=refine,
         )
     return reference(scorer, queries, store, candidates, scale, merge, refine)
+
+
+def within(refine: int | None, columns: int) -> int:
+    """``refine`` where there are so many columns."""
+    return columns if refine is None else max(1, min(refine, columns))
+
+
+def has_kernel(scorer: Scorer, store: Tensor, queries: Tensor) -> bool:
+    """Whether a compiled kernel can score by these summaries for these queries, merged as shares of mass."""
+    return (
+        isinstance(scorer, TwoBitScorer)
+        and scorer.head_dim <= kernels.MOST_DIM
+        and queries.dtype in (torch.float32, torch.bfloat16)
+        and kernels.take(store, queries)
+    )
 
 
 def reference(
@@ -125,8 +136,9 @@ def _two_stages(coarse: Tensor, fine: Tensor, valid: Tensor, weight: Tensor, ref
     within = valid[:, None, None, None]
     offset = coarse.masked_fill(~within.unsqueeze(-1), _NEVER).amax((-1, -2), keepdim=True)
     coarse_mass = (coarse - offset).exp().sum(-1).masked_fill(~within, 0.0)  # [R, KV heads, rows, group, M]
-    fine_mass = (fine - offset).exp().sum(-1).masked_fill(~best, 0.0)
-    to_fine = fine_mass.sum(-1, keepdim=True) / coarse_mass.masked_fill(~best, 0.0).sum(-1, keepdim=True)
+    fine_mass = (fine - offset).clamp(max=_MOST_ABOVE).exp().sum(-1).masked_fill(~best, 0.0)
+    promised = coarse_mass.masked_fill(~best, 0.0).sum(-1, keepdim=True)
+    to_fine = (fine_mass.sum(-1, keepdim=True) / promised).masked_fill(promised == 0, 0.0).clamp(max=_MOST_SCALE)
     mass = torch.where(best, fine_mass, coarse_mass * to_fine)
     shares = mass / mass.sum(-1, keepdim=True)
     shares = shares.masked_fill(~weight[:, None, :, None, None], 0.0).sum((2, 3))

@@ -13,31 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oasiskv.core import kernels
+from oasiskv.core import kernels, native
 from oasiskv.core.merge import READ_ON
-from oasiskv.core.page_scores import Candidates
+from oasiskv.core.page_scores import Candidates, has_kernel, within
 from oasiskv.core.residency import PageMoves, ResidencyMap
-from oasiskv.core.scorers import Scorer, TwoBitScorer
-
-_Batch = type(
-    "SwapBatch",
-    (ctypes.Structure,),
-    {
-        "_fields_": [
-            ("scores", kernels.STRUCTURES["oasis_two_bit_scores"]),
-            ("plans", kernels.STRUCTURES["oasis_swap_plans"]),
-            ("enter", kernels.STRUCTURES["oasis_enter_swaps"]),
-            ("resident", ctypes.c_void_p),
-            ("age", ctypes.c_void_p),
-        ]
-    },
-)
-_Layer = kernels.structure(
-    "SwapLayer",
-    "layer:i store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i queries:p query_format:i tokens:i "
-    "token_stride:i group:i dim:i scale:f host:p host_rows:i host_stride:i host_first:i device:p device_rows:i "
-    "device_stride:i row_bytes:i hits:i misses:i capped:i",
-)
+from oasiskv.core.scorers import TwoBitScorer
 
 
 class SwapBatch:
@@ -95,22 +75,22 @@ class SwapBatch:
             "rows": speakers.contiguous(),
             "row_counts": candidates.row_counts.contiguous(),
             "read_on": READ_ON,
-            "refine": columns if refine is None else max(1, min(refine, columns)),
+            "refine": within(refine, columns),
             "out": kept["scores"],
             "isa": kernels.best_isa(),
         }
         entering = {"block": residency.block, "age": residency.age, "map_rows": residency.capacity, "step": step}
 
         def part(name: str, fields: str, more: dict[str, Any]) -> ctypes.Structure:
-            return kernels.filled(kernels.STRUCTURES[name], {**{f: kept[f] for f in fields.split()}, **more})
+            return kernels.filled(getattr(native, name), {**{f: kept[f] for f in fields.split()}, **more})
 
         plans = "scores requests heads columns resident age slots hot_of sinks cap width incoming target kept"
         enter = "requests heads slots width rows incoming target kept sinks columns index hot"
         self.heads = heads
-        self.structure: Any = _Batch(
-            part("oasis_two_bit_scores", "index requests columns heads", scoring),
-            part("oasis_swap_plans", plans, {"counts": of_plans}),
-            part("oasis_enter_swaps", enter, entering),
+        self.structure: Any = native.SwapBatch(
+            part("TwoBitScores", "index requests columns heads", scoring),
+            part("SwapPlans", plans, {"counts": of_plans}),
+            part("EnterSwaps", enter, entering),
             kept["resident"].data_ptr(),
             kept["age"].data_ptr(),
         )
@@ -130,7 +110,7 @@ class SwapLayer:
             moves: where the pages lie and go (its ``index`` and ``hot`` are the batch's); None: they stay.
         """
         heads, blocks, parts, part_bytes = store.shape
-        assert fits(scorer, store, queries)
+        assert has_kernel(scorer, store, queries)
         values = {
             "layer": layer,
             "store": store,
@@ -147,7 +127,7 @@ class SwapLayer:
         if moves is not None:
             assert moves.page_heads is None
             values |= kernels.places(moves)
-        self._structure: Any = kernels.filled(_Layer, values)
+        self._structure: Any = kernels.filled(native.SwapLayer, values)
         self._kept = (store, moves)
         self._heads, self._queries = heads, (queries.dtype, queries.shape[1:])
         library = kernels.library()
@@ -169,13 +149,3 @@ class SwapLayer:
         if not self._kernel(ctypes.byref(batch.structure), ctypes.byref(layer)):
             raise IndexError(f"oasis_score_and_swap: {kernels.OUT_OF_RANGE}")
         return layer.hits, layer.misses, layer.capped
-
-
-def fits(scorer: Scorer, store: Tensor, queries: Tensor) -> bool:
-    """Whether the kernels can choose by these summaries for these queries."""
-    return (
-        isinstance(scorer, TwoBitScorer)
-        and scorer.head_dim <= kernels.MOST_DIM
-        and queries.dtype in (torch.float32, torch.bfloat16)
-        and kernels.take(store, queries)
-    )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oasiskv.core.score_and_swap import SwapBatch, SwapLayer, fits
+from oasiskv.core.page_scores import has_kernel
+from oasiskv.core.score_and_swap import SwapBatch, SwapLayer
 from oasiskv.core.scorers import TwoBitScorer
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class DirectSwaps:
         scorer = worker.scorers[layer]
         store = worker.arena.summaries[layer] if on_host else worker.summaries[layer].store
         own_sets = worker.layout.layers[layer].shape.heads == worker.map.heads
-        if worker.settings.group_merge != "softmax_sum" or not own_sets or not fits(scorer, store, query):
+        if worker.settings.group_merge != "softmax_sum" or not own_sets or not has_kernel(scorer, store, query):
             return None
         assert isinstance(scorer, TwoBitScorer)
         none, pages = torch.empty(0, dtype=torch.int64), worker.pages[layer]

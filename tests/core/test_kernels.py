@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oasiskv.core import kernels, page_scores, swap_plan
+from oasiskv.core import kernels, native, page_scores, swap_plan
 from oasiskv.core.merge import READ_ON
 from oasiskv.core.page_scores import Candidates
 from oasiskv.core.residency import PageMoves, ResidencyMap
@@ -64,10 +64,28 @@ def test_scores_are_the_references(isa, refine, dim, group, dtype) -> None:
     assert torch.equal(found == float("-inf"), exact == float("-inf"))
     valid = candidates.valid.unsqueeze(1).expand_as(found)
     if refine < 20 and (isa == 2 or dtype is not torch.float32):  # another page may be the last that is refined
-        assert found[valid].sum().item() == pytest.approx(exact[valid].sum().item(), rel=0.02)
+        assert (found - exact)[valid].abs().max() < 0.03
+        assert exact[valid].max() > 0.15, "the shares are too even to tell pages apart"
         return
     tolerance = 1e-4 if dtype is torch.float32 and isa < 2 else 0.03
     torch.testing.assert_close(found[valid], exact[valid], rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize("isa", [None, *range(kernels.best_isa() + 1)])
+@pytest.mark.parametrize("refine", [6, 20])
+def test_codes_far_above_what_the_boxes_promise_are_still_shares(isa, refine, monkeypatch) -> None:
+    """All of a part's keys but one lie at its lower corner: the one has twice the box's estimate of it."""
+    scorer, queries, store, candidates = world(64, 3, torch.float32, torch.float32)
+    queries = torch.full_like(queries, 40.0)
+    keys = -torch.ones(120, PART_TOKENS, 2, 64)
+    keys[:, 0] = 1.0
+    store.copy_(scorer.summarise(keys).transpose(0, 1).reshape(store.shape))
+    if isa is None:
+        found = page_scores.reference(scorer, queries, store, candidates, 0.125, "softmax_sum", refine)
+    else:
+        monkeypatch.setattr(kernels, "best_isa", lambda: isa)
+        found = page_scores.page_scores(scorer, queries, store, candidates, 0.125, refine=refine)
+    assert found[candidates.valid.unsqueeze(1).expand_as(found)].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -102,6 +120,12 @@ def test_a_layers_step_is_the_references(key_dtype, monkeypatch) -> None:
     found = carry_out()
     monkeypatch.setattr(kernels, "take", lambda *tensors: False)
     assert torch.equal(found, carry_out()) and found[:, [4, 1, 3]].any(-1).all()
+
+
+def test_kernels_of_another_version_are_left_alone(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(native, "IN_ORDER", native.IN_ORDER[:-1])
+    assert kernels.library.__wrapped__() is None
+    assert "another version" in caplog.text and "pip install" in caplog.text
 
 
 def test_a_layer_refuses_keys_that_do_not_fit() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from oasiskv.core import kernels
-from oasiskv.core.page_scores import Candidates, page_scores
+from oasiskv.core.page_scores import Candidates, has_kernel, page_scores
 from oasiskv.core.residency import PageMoves, ResidencyMap
-from oasiskv.core.score_and_swap import SwapBatch, SwapLayer, fits
+from oasiskv.core.score_and_swap import SwapBatch, SwapLayer
 from oasiskv.core.scorers import TwoBitScorer, make_scorer
 from oasiskv.core.settings import PART_TOKENS
 from oasiskv.core.swap_plan import plan_swaps
@@ -106,6 +106,6 @@ def test_refuses_what_does_not_fit() -> None:
 
 def test_says_which_summaries_it_can_use() -> None:
     world = World(torch.bfloat16)
-    assert fits(world.scorer, world.store, world.queries[0])
-    assert not fits(make_scorer("box", DIM, torch.bfloat16), world.store, world.queries[0])
-    assert not fits(world.scorer, world.store, world.queries[0].half())
+    assert has_kernel(world.scorer, world.store, world.queries[0])
+    assert not has_kernel(make_scorer("box", DIM, torch.bfloat16), world.store, world.queries[0])
+    assert not has_kernel(world.scorer, world.store, world.queries[0].half())

@@ -6,13 +6,9 @@
 // for any number of threads.
 #pragma once
 
-#include <algorithm>
-#include <limits>
-#include <type_traits>
-#include <vector>
-
 #include "kernels.h"
 #include "lanes.h"
+#include "standard.h"
 
 namespace OASIS_ISA {
 

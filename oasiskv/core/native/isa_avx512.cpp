@@ -1,4 +1,6 @@
 #if defined(__x86_64__)
+// The standard library first, for any machine: of its templates the linker keeps one copy for all instruction sets.
+#include "standard.h"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
 #define OASIS_ISA avx512
 #define OASIS_BFLOAT16_PRODUCTS

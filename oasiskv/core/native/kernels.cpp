@@ -17,6 +17,15 @@ void decode_attention(const AttentionBatch&, const AttentionLayer&);
 }
 #endif
 
+// The sizes of all structures and a zero: by them the caller sees whether it is of the same version (__init__.py).
+extern "C" {
+extern const int64_t oasis_layout[];
+const int64_t oasis_layout[] = {sizeof(TwoBitScores),  sizeof(SwapPlans),      sizeof(CopyRows),     sizeof(CopyBlocks),
+                                sizeof(EnterSwaps),    sizeof(SwapBatch),      sizeof(SwapLayer),    sizeof(TwoBitSummaries),
+                                sizeof(SummaryWrites), sizeof(SummaryLayer),   sizeof(AttentionBatch),
+                                sizeof(AttentionLayer), 0};
+}
+
 // Instruction sets, best last: 0 any machine, 1 AVX2, 2 AVX-512 with bfloat16.
 extern "C" int64_t oasis_best_isa() {
 #if defined(__x86_64__)

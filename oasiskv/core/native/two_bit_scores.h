@@ -8,12 +8,9 @@
 // known, so that the two kinds add up to one distribution.
 #pragma once
 
-#include <algorithm>
-#include <functional>
-#include <vector>
-
 #include "kernels.h"
 #include "lanes.h"
+#include "standard.h"
 
 #ifdef OASIS_BFLOAT16_PRODUCTS
 #include <immintrin.h>
@@ -22,6 +19,8 @@
 namespace OASIS_ISA {
 
 constexpr int kTokens = 16;  // of a part
+// A token's logit by its code may be far above what any box promised: bounds that keep sums of such in a float's range.
+constexpr float kMostAbove = 60, kMostScale = 1e30f;
 
 // One request and KV head after another. `Wide` is the head dimension rounded up to whole vectors.
 template <int64_t Wide>
@@ -226,7 +225,7 @@ class Unit {
         factors_.assign(padded_, 0.0f);
         fine_factors_.assign(padded_, 0.0f);
         for (int64_t q = 0; q < count_; ++q) {
-            const float scale = promised_[q] > 0 ? known_[q] / promised_[q] : 0;
+            const float scale = promised_[q] > 0 ? std::min(known_[q] / promised_[q], kMostScale) : 0;
             const float total = known_[q] + scale * std::max(0.0f, boxes_[q] - promised_[q]);
             if (!(total > 0)) continue;
             factors_[q] = scale / total;
@@ -266,7 +265,10 @@ class Unit {
         float found[N];
         sums<N>(lowest, found);
         products<N>(logits);
-        for (int n = 0; n < N; ++n) logits[n] = exponential(logits[n] + (found[n] - offset_[q + n]));
+        for (int n = 0; n < N; ++n) {
+            const Floats above = logits[n] + (found[n] - offset_[q + n]);
+            logits[n] = exponential(above < kMostAbove ? above : all(kMostAbove));
+        }
         sums<N>(logits, found);
         for (int n = 0; n < N; ++n) fine[q + n] += found[n];
     }
