@@ -81,16 +81,16 @@ class SwapBatch:
         }
         entering = {"block": residency.block, "age": residency.age, "map_rows": residency.capacity, "step": step}
 
-        def part(name: str, fields: str, more: dict[str, Any]) -> ctypes.Structure:
-            return kernels.filled(getattr(native, name), {**{f: kept[f] for f in fields.split()}, **more})
+        def part(structure: type[ctypes.Structure], fields: str, more: dict[str, Any]) -> ctypes.Structure:
+            return kernels.filled(structure, {**{f: kept[f] for f in fields.split()}, **more})
 
         plans = "scores requests heads columns resident age slots hot_of sinks cap width incoming target kept"
         enter = "requests heads slots width rows incoming target kept sinks columns index hot"
         self.heads = heads
         self.structure: Any = native.SwapBatch(
-            part("TwoBitScores", "index requests columns heads", scoring),
-            part("SwapPlans", plans, {"counts": of_plans}),
-            part("EnterSwaps", enter, entering),
+            part(native.TwoBitScores, "index requests columns heads", scoring),
+            part(native.SwapPlans, plans, {"counts": of_plans}),
+            part(native.EnterSwaps, enter, entering),
             kept["resident"].data_ptr(),
             kept["age"].data_ptr(),
         )

@@ -113,7 +113,7 @@ def test_with_the_cap_off(models: Models, verified: Any, spec: str, residency: s
         assert e.counts["misses"] > 1000
 
 
-# --- where a layer's choice is one call of the compiled kernels (vLLM's attention, where there is no compiler)
+# --- where a layer's choice is one call of the compiled kernels; and where vLLM's kernel attends
 
 AT_ONCE: dict[str, Any] = {"scorer": "q2", "score_interval": 1}
 
