@@ -47,10 +47,16 @@ def stream(server: Server, tokens: int) -> Iterator[bytes]:
         yield from answer
 
 
-def shared_memory() -> set[str]:
-    """Names in the system's shared memory."""
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+def family(server: Server) -> list[psutil.Process]:
+    """The server's process and all below it."""
+    head = psutil.Process(server.process.pid)
+    return [head, *head.children(recursive=True)]
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files in the system's shared memory that any of the processes has mapped; other programs have some, too."""
+    mapped = {Path(region.path) for process in processes for region in process.memory_maps()}
+    return {path for path in mapped if path.is_relative_to("/dev/shm")}
 
 
 def test_a_client_that_hangs_up_and_an_engine_that_is_killed(server: Server, tiny_llama: Path, tmp_path: Path) -> None:
@@ -67,25 +73,29 @@ def test_a_client_that_hangs_up_and_an_engine_that_is_killed(server: Server, tin
         time.sleep(0.1)
     assert counters["host_blocks_used"] == counters["bounded_requests"] == 0, counters
 
-    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    (core,) = [process for process in family if "EngineCore" in " ".join(process.cmdline()) + process.name()]
+    processes = family(server)
+    (core,) = [process for process in processes if "EngineCore" in " ".join(process.cmdline()) + process.name()]
     lines = stream(server, tokens=1400)
     for _ in range(20):
         next(lines)
     core.kill()
     with contextlib.suppress(OSError, http.client.HTTPException):  # the stream breaks off, or ends with an error
         list(lines)
-    _, alive = psutil.wait_procs(family, timeout=ENDS_WITHIN)
+    _, alive = psutil.wait_procs(processes, timeout=ENDS_WITHIN)
     assert not alive, f"still there: {alive}"
 
-    before = shared_memory()
     again = start(tiny_llama, tmp_path / "again.log")
     try:
         assert sum(line.startswith(b"data:") for line in stream(again, tokens=40)) > 10
+        processes = family(again)
+        mapped = shared_memory(processes)
     finally:
         again.process.terminate()
         try:
             assert again.process.wait(ENDS_WITHIN) in (0, -15)
         finally:
             again.kill()
-    assert shared_memory() <= before
+    _, alive = psutil.wait_procs(processes, timeout=ENDS_WITHIN)  # workers and their resource tracker end after it
+    assert not alive, f"still there: {alive}"
+    assert mapped, "an engine shares memory with its workers"
+    assert not [path for path in mapped if path.exists()]
