@@ -217,8 +217,10 @@ def measured_case(args: argparse.Namespace, shape: ModelShape, load: Workload, s
         SettingsError: something does not fit.
     """
     check_context(shape, load)
-    Geometry.of(settings, args.block_size or device_of(args).oasis_block)
+    block_size = args.block_size or device_of(args).oasis_block
+    Geometry.of(settings, block_size)
     scorer = make_scorer_for(shape, settings)
-    case = case_of(args, shape, load, settings, device_of(args), SummaryBytes.of(scorer))
+    summary = SummaryBytes.of(scorer, block_size)
+    case = case_of(args, shape, load, settings, device_of(args), summary)
     make_plan(case)
     return replace(case, device=measured_device(args, shape, scorer)) if is_here(args) else case

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -19,6 +19,9 @@ from oasiskv.core.devices import GIB, Device
 from oasiskv.core.model_shape import ModelShape
 from oasiskv.core.plan import Case, Side, make_plan
 from oasiskv.core.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from oasiskv.core.scorers import Scorer
 
 TITLES = {"dense": "stock vLLM", "oasis": "OasisKV", "dense_plus_host": "stock vLLM, host memory added"}
 """Rows of a benchmark that a plan predicts."""
@@ -100,25 +103,26 @@ def compare(results: dict[str, Any], request: Request) -> list[Compared]:
         kind = (settings.scorer, settings.summary_dtype)
         if kind not in devices:
             devices[kind] = measured_device(args, shape, scorer)
-        compared.append(_compare(cell, request, shape, settings, devices[kind], SummaryBytes.of(scorer)))
+        compared.append(_compare(cell, request, shape, settings, devices[kind], scorer))
     return compared
 
 
 def _compare(
-    cell: dict[str, Any], request: Request, shape: ModelShape, settings: Settings, device: Device, summary: SummaryBytes
+    cell: dict[str, Any], request: Request, shape: ModelShape, settings: Settings, device: Device, scorer: Scorer
 ) -> Compared:
     load = _load(cell, request)
     shape = replace(shape, max_context=max(shape.max_context, load.end))  # a benchmark may stretch it
     title = f"{cell['workload']}: {load.prompt_tokens:,} + {load.output_tokens:,} tokens, {load.concurrency} at once"
+    block_size = request.args.block_size or device.oasis_block
     case = Case(
         shape=shape,
         device=device,
         load=load,
         settings=settings,
-        summary=summary,
+        summary=SummaryBytes.of(scorer, block_size),
         pool_bytes=cell["pool_bytes"],
         stock_block=device.stock_block,
-        oasis_block=request.args.block_size or device.oasis_block,
+        oasis_block=block_size,
         host_bytes=cell["host_bytes"],
     )
     title += f", budget {settings.budget_tokens:,}, KV pool {cell['pool_bytes'] / GIB:.2f} GiB"

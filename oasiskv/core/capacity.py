@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from oasiskv.core.devices import GIB
 from oasiskv.core.geometry import Geometry, blocks_for, running_at_once
 from oasiskv.core.model_shape import ModelShape
-from oasiskv.core.settings import Settings, SettingsError
+from oasiskv.core.settings import PART_TOKENS, Settings, SettingsError
 
 if TYPE_CHECKING:
     from oasiskv.core.scorers import Scorer
@@ -28,22 +28,21 @@ IN_PLACE_PAYS = 2
 
 @dataclass(frozen=True)
 class SummaryBytes:
-    """Bytes of one part's summary, and of the coarser one in front of it (0: there is none)."""
+    """Bytes of one page's summary for one KV head, and of the outline that it begins with (0: there is none)."""
 
-    part: int
-    coarse: int = 0
+    page: int
+    outline: int = 0
 
     @classmethod
-    def of(cls, scorer: Scorer) -> SummaryBytes:
+    def of(cls, scorer: Scorer, block_size: int) -> SummaryBytes:
         """What ``scorer`` keeps."""
-        return cls(scorer.part_bytes, scorer.coarse.part_bytes if scorer.coarse is not None else 0)
+        return cls(scorer.page_bytes(block_size // PART_TOKENS), scorer.outline_bytes)
 
-    def read(self, pages: float, parts: int, refine: int | None) -> float:
-        """Bytes that one KV head's scores of ``pages`` pages of ``parts`` parts are made from; ``refine`` as for
+    def read(self, pages: float, refine: int | None) -> float:
+        """Bytes that one KV head's scores of ``pages`` pages are made from; ``refine`` as for
         :func:`oasiskv.core.page_scores.page_scores`."""
-        if not self.coarse or refine is None or refine >= pages:
-            return pages * parts * self.part
-        return parts * ((pages - refine) * self.coarse + refine * self.part)
+        refined = pages if not self.outline or refine is None else min(refine, pages)
+        return pages * self.outline + refined * (self.page - self.outline)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def hold_oasis(
     shape: ModelShape,
     load: Workload,
     settings: Settings,
-    part_bytes: int,
+    summary: SummaryBytes,
     pool_bytes: int,
     block_size: int,
     host_bytes: int,
@@ -160,7 +159,7 @@ def hold_oasis(
     """OasisKV, in the state that ``settings.residency`` leads to.
 
     Args:
-        part_bytes: bytes of one summary, ``Scorer.part_bytes``.
+        summary: what the scorer keeps.
         host_bytes: host pool, which limits what runs at once too.
         shared_memory: host and device memory are the same: the host pool holds the summaries of the device's blocks.
 
@@ -170,11 +169,11 @@ def hold_oasis(
     geometry = Geometry.of(settings, block_size)
     _check(shape, load, pool_bytes, block_size)
     block_bytes = block_size * shape.kv_bytes_per_token
-    block_summaries = geometry.parts * part_bytes * shape.layers * shape.kv_heads
+    block_summaries = summary.page * shape.layers * shape.kv_heads
     all_blocks = pool_bytes // block_bytes
-    summary_bytes = all_blocks * block_summaries
-    beside = summary_bytes if shared_memory and host_bytes and settings.residency in ("auto", "bounded") else 0
-    summary_blocks = 0 if beside else -(-summary_bytes // block_bytes)
+    of_pool = all_blocks * block_summaries
+    beside = of_pool if shared_memory and host_bytes and settings.residency in ("auto", "bounded") else 0
+    summary_blocks = 0 if beside else -(-of_pool // block_bytes)
     given, host_bytes = host_bytes, max(0, host_bytes - beside)
     blocks = all_blocks - summary_blocks - NULL_BLOCKS
     full, sliding = blocks_for(load.end, block_size), shape.sliding_bytes(load.end)

@@ -23,6 +23,7 @@ from oasiskv.core import native
 
 if TYPE_CHECKING:
     from oasiskv.core.residency import PageMoves
+    from oasiskv.core.summary_store import SummaryStore
 
 ISAS = ("any machine", "AVX2", "AVX-512 with bfloat16")
 """Instruction sets that the kernels are compiled for, best last."""
@@ -40,7 +41,6 @@ _TAKES = {
     "oasis_copy_rows": native.CopyRows,
     "oasis_copy_blocks": native.CopyBlocks,
     "oasis_enter_swaps": native.EnterSwaps,
-    "oasis_two_bit_summaries": native.TwoBitSummaries,
 }
 _OTHERS = ("oasis_best_isa", "oasis_write_summaries", "oasis_decode_attention", "oasis_score_and_swap")
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def take(*tensors: Tensor) -> bool:
 
 
 def two_bit_scores(
-    store: Tensor,
+    store: SummaryStore,
     box_dtype: torch.dtype,
     queries: Tensor,
     rows: Tensor,
@@ -110,8 +110,8 @@ def two_bit_scores(
     """Shares of mass by page, from two-bit summaries: see :func:`oasiskv.core.page_scores.page_scores`.
 
     Args:
-        store: uint8 ``[KV heads, blocks, parts, part_bytes]``, of which only the first dimension may be strided.
-        box_dtype: number format of the boxes.
+        store: of ``TwoBitScorer``.
+        box_dtype: number format of the outlines.
         queries: float32 or bfloat16 ``[tokens, query heads, D]``, after RoPE.
         rows: int64 ``[R, 2]``: tokens whose queries speak for each request.
         row_counts: bool ``[R, 2]``: whether they do.
@@ -125,22 +125,16 @@ def two_bit_scores(
     Returns:
         float32 ``[R, KV heads, M]``; ``-inf`` beyond ``counts``.
     """
-    heads, blocks, parts, part_bytes = store.shape
+    heads = store.bodies.shape[0]
     tokens, query_heads, dim = queries.shape
-    assert dim <= MOST_DIM and query_heads % heads == 0 and store.dtype == torch.uint8
-    assert store[0].is_contiguous() and queries[0].is_contiguous()
+    assert dim <= MOST_DIM and query_heads % heads == 0 and queries[0].is_contiguous()
     assert index.dtype == rows.dtype == counts.dtype == torch.int64 and row_counts.dtype == torch.bool
     index, counts, rows, row_counts = (t.contiguous() for t in (index, counts, rows, row_counts))
     requests, columns = index.shape
     out = torch.empty(requests, heads, columns)
     _call(
         "oasis_two_bit_scores",
-        store=store,
-        head_stride=store.stride(0),
-        blocks=blocks,
-        parts=parts,
-        part_bytes=part_bytes,
-        box_format=FORMATS[box_dtype],
+        **summaries(store, box_dtype),
         index=index,
         counts=counts,
         requests=requests,
@@ -163,40 +157,21 @@ def two_bit_scores(
     return out
 
 
-def two_bit_summaries(keys: Tensor, first: Tensor, store: Tensor, parts: Tensor, box_dtype: torch.dtype) -> None:
-    """Summarise parts of 16 tokens each.
-
-    Args:
-        keys: float32 or bfloat16 ``[tokens, KV heads, D]`` after RoPE; only the first dimension may be strided.
-        first: int64 ``[n]``: first token of each part.
-        store: uint8 ``[KV heads, all parts, part_bytes]``, written at ``parts`` int64 ``[n]``.
-        box_dtype: number format of the boxes.
-    """
-    tokens, heads, dim = keys.shape
-    assert dim <= MOST_DIM and keys[0].is_contiguous() and store[0].is_contiguous() and store.shape[0] == heads
-    assert first.dtype == parts.dtype == torch.int64 and len(first) == len(parts)
-    first, parts = first.contiguous(), parts.contiguous()
-    _call(
-        "oasis_two_bit_summaries",
-        keys=keys,
-        format=FORMATS[keys.dtype],
-        token_stride=keys.stride(0),
-        tokens=tokens,
-        first=first,
-        parts=parts,
-        count=len(first),
-        heads=heads,
-        dim=dim,
-        store=store,
-        head_stride=store.stride(0),
-        all_parts=store.shape[1],
-        part_bytes=store.shape[2],
-        box_format=FORMATS[box_dtype],
-    )
+def summaries(store: SummaryStore, box_dtype: torch.dtype) -> dict[str, Any]:
+    """Where summaries of ``TwoBitScorer`` lie, as fields of a structure."""
+    outlines, bodies = store.outlines, store.bodies
+    return {
+        "outlines": outlines,
+        "outline_bytes": outlines.shape[2],
+        "bodies": bodies,
+        "body_bytes": bodies.shape[2],
+        "blocks": bodies.shape[1],
+        "box_format": FORMATS[box_dtype],
+    }
 
 
 class TwoBitWrites:
-    """One step's part of :meth:`TwoBitLayer.write`, prepared once for all layers. Fields as in ``SummaryWrites``."""
+    """One step's share of :meth:`TwoBitLayer.write`, prepared once for all layers. Fields as in ``SummaryWrites``."""
 
     def __init__(self, **lists: Tensor) -> None:
         self.lists = {name: found.contiguous() for name, found in lists.items()}
@@ -206,13 +181,13 @@ class TwoBitWrites:
 
 
 class TwoBitLayer:
-    """One layer's part of it, prepared once: a step only names its keys. Python between two layers of a model runs on
+    """One layer's share of it, prepared once: a step only names its keys. Python between two layers of a model runs on
     cold caches, at ten times its usual cost."""
 
-    def __init__(self, store: Tensor, dim: int, key_dtype: torch.dtype, box_dtype: torch.dtype) -> None:
-        """``store``: uint8 ``[KV heads, all parts, part_bytes]``, of which only the first dimension may be strided."""
-        heads, parts, part_bytes = store.shape
-        assert store[0].is_contiguous() and dim <= MOST_DIM
+    def __init__(self, store: SummaryStore, dim: int, key_dtype: torch.dtype, box_dtype: torch.dtype) -> None:
+        """``store``: for summaries of ``TwoBitScorer``; ``box_dtype``: number format of the outlines."""
+        heads = store.bodies.shape[0]
+        assert dim <= MOST_DIM
         self._key_dtype, self._tail = key_dtype, (heads, dim)
         self._structure: Any = filled(
             native.SummaryLayer,
@@ -220,11 +195,7 @@ class TwoBitLayer:
                 "format": FORMATS[key_dtype],
                 "heads": heads,
                 "dim": dim,
-                "store": store,
-                "head_stride": store.stride(0),
-                "all_parts": parts,
-                "part_bytes": part_bytes,
-                "box_format": FORMATS[box_dtype],
+                **summaries(store, box_dtype),
             },
         )
         self._kept = store
@@ -233,7 +204,7 @@ class TwoBitLayer:
         self._kernel = found.oasis_write_summaries
 
     def stage(self, stage: Tensor) -> None:
-        """The keys of unfinished parts wait in ``stage`` ``[slots, KV heads, D]`` from now on."""
+        """The keys of unfinished blocks wait in ``stage`` ``[slots, KV heads, D]`` from now on."""
         assert stage.is_contiguous() and stage.dtype == self._key_dtype and stage.shape[1:] == self._tail
         self._structure.stage, self._structure.slots = stage.data_ptr(), len(stage)
 

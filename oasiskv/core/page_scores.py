@@ -3,9 +3,9 @@
     queries of a request's rows --+
     summaries of its pages -------+--> estimates --> merge over query heads and rows --> read on --> [R, KV heads, M]
 
-A scorer that keeps a coarser one's summaries in front of its own (`q2` has a box there) reads all of them, and its own
-only for the ``refine`` pages that they rank first: what grows with the context is the coarse part. A query's coarse
-masses are scaled to what its fine ones say where both are known, so that the two kinds add up to one distribution.
+A scorer that makes outlines of pages (`q2` does: a box) reads all of them, and the rest only of the ``refine`` pages
+that they rank first: what grows with the context is the reading of outlines. A query's coarse masses are scaled to what
+its fine ones say where both are known, so that the two kinds add up to one distribution.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 from oasiskv.core import kernels
 from oasiskv.core.merge import READ_ON, merge_scores, read_on
 from oasiskv.core.scorers import Scorer, TwoBitScorer
+from oasiskv.core.summary_store import SummaryStore
 
 _NEVER = float("-inf")
 _MOST_ABOVE, _MOST_SCALE = 60.0, 1e30
-"""A token's logit by its code may be far above what any box promised: bounds that keep sums in a float's range."""
+"""A token's logit by its code may be far above what any outline promised: bounds that keep sums in a float's range."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Candidates:
 def page_scores(
     scorer: Scorer,
     queries: Tensor,
-    store: Tensor,
+    store: SummaryStore,
     candidates: Candidates,
     scale: float,
     merge: str = "softmax_sum",
@@ -56,11 +57,11 @@ def page_scores(
 
     Args:
         queries: float ``[tokens, query heads, D]``, after RoPE.
-        store: uint8 ``[KV heads, blocks, parts, part_bytes]``.
+        store: what ``scorer`` made of the pages.
         scale: the softmax scale.
         merge: see :mod:`oasiskv.core.merge`; what the ``softmax_*`` methods yield are shares of mass, read on.
-        refine: pages per request and KV head that are judged by more than their coarse summaries, where the scorer
-            has such and ``merge`` is ``softmax_sum``; all if None.
+        refine: pages per request and KV head that are judged by more than their outlines, where the scorer makes such
+            and ``merge`` is ``softmax_sum``; all if None.
     """
     shares = merge == "softmax_sum"
     most = candidates.index.shape[1]
@@ -87,44 +88,48 @@ def within(refine: int | None, columns: int) -> int:
     return columns if refine is None else max(1, min(refine, columns))
 
 
-def has_kernel(scorer: Scorer, store: Tensor, queries: Tensor) -> bool:
+def has_kernel(scorer: Scorer, store: SummaryStore, queries: Tensor) -> bool:
     """Whether a compiled kernel can score by these summaries for these queries, merged as shares of mass."""
     return (
         isinstance(scorer, TwoBitScorer)
         and scorer.head_dim <= kernels.MOST_DIM
         and queries.dtype in (torch.float32, torch.bfloat16)
-        and kernels.take(store, queries)
+        and kernels.take(store.memory, queries)
     )
 
 
 def reference(
-    scorer: Scorer, queries: Tensor, store: Tensor, candidates: Candidates, scale: float, merge: str, refine: int
+    scorer: Scorer,
+    queries: Tensor,
+    store: SummaryStore,
+    candidates: Candidates,
+    scale: float,
+    merge: str,
+    refine: int,
 ) -> Tensor:
     """:func:`page_scores` in torch, for all scorers and devices."""
-    heads, _, parts, part_bytes = store.shape
+    heads = store.bodies.shape[0]
     index, rows, weight = candidates.index, candidates.rows, candidates.row_counts
     if not bool(weight[:, 1].any()):  # nobody has a draft
         rows, weight = rows[:, :1], weight[:, :1]
     requests, columns = index.shape
-    wide = store.view(heads, -1, parts * part_bytes).view(torch.int32)  # whole rows of words: 30 times as fast as bytes
-    picked = wide.index_select(1, index.view(-1)).view(torch.uint8)
-    picked = picked.view(heads * requests, columns, parts, part_bytes)
     grouped = queries[rows]  # [R, rows, query heads, D]
     grouped = grouped.unflatten(2, (heads, -1)).permute(2, 0, 1, 3, 4).flatten(0, 1).flatten(1, 2)
     valid = candidates.valid
 
     def estimate(by: Scorer, summaries: Tensor) -> Tensor:
-        """``[R, KV heads, rows, group, M, units]``."""
-        units = by.estimate(grouped, summaries, scale)
+        """``[R, KV heads, rows, group, M, units]`` from uint8 ``[KV heads, R * M, bytes]``."""
+        units = by.estimate(grouped, summaries.reshape(heads * requests, columns, -1), scale)
         return units.unflatten(1, (rows.shape[1], -1)).unflatten(0, (heads, requests)).transpose(0, 1)
 
+    picked = store.get(index.view(-1))
     fine = estimate(scorer, picked)
     coarse = scorer.coarse
     if coarse is None or refine >= columns:
         merged = merge_scores(fine, valid, merge, weight)
     else:
-        boxes = estimate(coarse, picked[..., : coarse.part_bytes])
-        merged = _two_stages(boxes, fine, valid, weight, refine)
+        outlines = estimate(coarse, picked[..., : scorer.outline_bytes])
+        merged = _two_stages(outlines, fine, valid, weight, refine)
     return read_on(merged) if merge.startswith("softmax") else merged
 
 

@@ -131,7 +131,7 @@ def _dense_side(case: Case, held: Holding) -> Side:
 
 def _oasis_side(case: Case) -> Side:
     shape, load, settings = case.shape, case.load, case.settings
-    sizes = (case.summary.part, case.pool_bytes, case.oasis_block, case.host_pool, case.device.shared_memory)
+    sizes = (case.summary, case.pool_bytes, case.oasis_block, case.host_pool, case.device.shared_memory)
     held = hold_oasis(shape, load, settings, *sizes)
     running = held.running(load)
     return _side(case, held, running, oasis_step(shape, case.device, load, settings, case.summary, held, running))

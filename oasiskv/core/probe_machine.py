@@ -19,6 +19,7 @@ from oasiskv.core.devices import PRESETS, Device
 from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.scorers import Scorer
 from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.summary_store import SummaryStore
 
 WIDTH, MATRICES = 1024, 64
 """Square bfloat16 matrices: 128 MiB."""
@@ -98,20 +99,21 @@ def attention_rate(head_dim: int, group: int) -> float:
 
 
 def scoring_rate(scorer: Scorer, group: int) -> float:
-    """Bytes of summaries per second that the scorer reads, its own of every fourth page where it has coarse ones."""
-    heads, pages = 2, CONTEXT // PART_TOKENS
-    keys = torch.randn(pages, PART_TOKENS, heads, scorer.head_dim)
-    store = scorer.summarise(keys).transpose(0, 1).reshape(heads, pages // 2, 2, -1).contiguous()
+    """Bytes of summaries per second that the scorer reads: all of every fourth page, where others are outlines."""
+    heads, tokens = 2, 2 * PART_TOKENS
+    pages, bytes_of = CONTEXT // tokens, SummaryBytes.of(scorer, tokens)
+    store = SummaryStore.zeros(heads, pages, bytes_of.page, bytes_of.outline)
+    store.put(torch.arange(pages), scorer.summarise(torch.randn(pages, tokens, heads, scorer.head_dim)))
     queries = torch.randn(1, heads * group, scorer.head_dim)
     candidates = Candidates(
-        index=torch.arange(pages // 2).view(1, -1),
-        counts=torch.tensor([pages // 2]),
+        index=torch.arange(pages).view(1, -1),
+        counts=torch.tensor([pages]),
         rows=torch.zeros(1, 2, dtype=torch.int64),
         row_counts=torch.tensor([[True, False]]),
     )
-    refine, scale = pages // 8, scorer.head_dim**-0.5
+    refine, scale = pages // 4, scorer.head_dim**-0.5
     seconds = _best(lambda: page_scores(scorer, queries, store, candidates, scale, refine=refine))
-    return heads * SummaryBytes.of(scorer).read(pages // 2, 2, refine) / seconds
+    return heads * bytes_of.read(pages, refine) / seconds
 
 
 def copy_rate() -> float:

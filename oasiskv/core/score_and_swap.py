@@ -18,6 +18,7 @@ from oasiskv.core.merge import READ_ON
 from oasiskv.core.page_scores import Candidates, has_kernel, within
 from oasiskv.core.residency import PageMoves, ResidencyMap
 from oasiskv.core.scorers import TwoBitScorer
+from oasiskv.core.summary_store import SummaryStore
 
 
 class SwapBatch:
@@ -101,7 +102,13 @@ class SwapLayer:
     """A layer, prepared once: a step only names its batch and its queries."""
 
     def __init__(
-        self, layer: int, scorer: TwoBitScorer, store: Tensor, queries: Tensor, scale: float, moves: PageMoves | None
+        self,
+        layer: int,
+        scorer: TwoBitScorer,
+        store: SummaryStore,
+        queries: Tensor,
+        scale: float,
+        moves: PageMoves | None,
     ) -> None:
         """
         Args:
@@ -109,16 +116,11 @@ class SwapLayer:
             scorer, store, queries, scale: as for :func:`page_scores`; of ``queries`` only format and shape count here.
             moves: where the pages lie and go (its ``index`` and ``hot`` are the batch's); None: they stay.
         """
-        heads, blocks, parts, part_bytes = store.shape
+        heads = store.bodies.shape[0]
         assert has_kernel(scorer, store, queries)
         values = {
             "layer": layer,
-            "store": store,
-            "head_stride": store.stride(0),
-            "blocks": blocks,
-            "parts": parts,
-            "part_bytes": part_bytes,
-            "box_format": kernels.FORMATS[scorer.dtype],
+            **kernels.summaries(store, scorer.dtype),
             "query_format": kernels.FORMATS[queries.dtype],
             "group": queries.shape[1] // heads,
             "dim": queries.shape[2],

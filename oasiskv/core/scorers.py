@@ -1,8 +1,9 @@
 """Scorers: how much softmax mass will a page hold, estimated from a small summary instead of its keys?
 
-A page is cut into parts of ``PART_TOKENS`` tokens. A scorer turns a part's keys (after RoPE) into ``part_bytes`` opaque
+A page is cut into parts of ``PART_TOKENS`` tokens. A scorer turns a page's keys (after RoPE) into ``page_bytes`` opaque
 bytes per KV head, so that one store holds the summaries of any scorer, and estimates the log of the softmax mass
-from them, up to a constant common to all pages: ``logsumexp`` over the page's parts of ``estimate * scale``.
+from them, up to a constant common to all pages: ``logsumexp`` over the page's parts of ``estimate * scale``. The first
+bytes of a summary may be an *outline*, by which most pages are judged (:mod:`oasiskv.core.page_scores`).
 
 A new scorer is one class here with one line in ``SCORERS``. ``oracle`` and ``random`` are for measuring only.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from oasiskv.core import kernels
 from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.summary_store import SummaryStore
 
 _COMPILED_KEYS = (torch.float32, torch.bfloat16)
 """Number formats of keys and queries that the compiled kernels take."""
@@ -26,13 +28,13 @@ SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 class Scorer(ABC):
-    """Writes summaries of parts and estimates page scores from them. Stateless, except for ``random``."""
+    """Makes summaries of pages and estimates page scores from them. Stateless, except for ``random``."""
 
     name: ClassVar[str]
     coarse: Scorer | None = None
-    """A coarser scorer, whose summaries are the first bytes of this one's."""
-    part_bytes: int
-    """Bytes of one part's summary for one KV head; a multiple of 4, so that a view as float32 is aligned."""
+    """A coarser scorer, to which an outline is the summary of a page of one part; None: there are no outlines."""
+    outline_bytes: int = 0
+    """Bytes of a page's outline for one KV head; all sizes are multiples of 4, so that a view as float32 is aligned."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         """``dtype`` is the number format of the summary: float32, bfloat16 or int8 (one float32 scale per part).
@@ -48,20 +50,16 @@ class Scorer(ABC):
         self.dtype = dtype
 
     @abstractmethod
+    def page_bytes(self, parts: int) -> int:
+        """Bytes that summarise a page of so many parts for one KV head, its outline included."""
+
+    @abstractmethod
     def summarise(self, keys: Tensor) -> Tensor:
-        """Keys ``[n, PART_TOKENS, Hkv, D]`` after RoPE, in any float format -> uint8 ``[n, Hkv, part_bytes]``."""
+        """Keys of pages ``[n, tokens, Hkv, D]`` after RoPE, in any float format -> uint8 ``[n, Hkv, page_bytes]``."""
 
-    def write(self, keys: Tensor, first: Tensor, store: Tensor, parts: Tensor) -> None:
-        """Summarise the parts that begin at tokens ``first`` int64 ``[n]`` of ``keys`` ``[tokens, Hkv, D]``.
-
-        They go to ``parts`` int64 ``[n]`` of ``store`` uint8 ``[Hkv, all parts, part_bytes]``.
-        """
-        tokens = first.view(-1, 1) + torch.arange(PART_TOKENS)
-        store[:, parts] = self.summarise(keys[tokens]).transpose(0, 1)
-
-    def compiled(self, store: Tensor, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
-        """What writes the steps' keys into ``store`` uint8 ``[Hkv, all parts, part_bytes]`` in one call each, if there
-        is such a kernel; else :meth:`write` does."""
+    def compiled(self, store: SummaryStore, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
+        """What writes the steps' keys into ``store`` in one call each, if there is such a kernel; else
+        :meth:`summarise` makes what is written."""
         return None
 
     @abstractmethod
@@ -70,7 +68,7 @@ class Scorer(ABC):
 
         Args:
             queries: float ``[B, Q, D]``, after RoPE; B runs over (request, KV head), Q over its rows and query heads.
-            summaries: uint8 ``[B, M, P, part_bytes]``: M pages of P parts each.
+            summaries: uint8 ``[B, M, page_bytes]``: M pages.
             scale: the softmax scale, usually ``D ** -0.5``.
 
         Returns:
@@ -94,6 +92,9 @@ class LinearScorer(Scorer):
         super().__init__(head_dim, dtype)
         self.part_bytes = encoded_bytes(self.width * head_dim, dtype)
 
+    def page_bytes(self, parts: int) -> int:
+        return parts * self.part_bytes
+
     @abstractmethod
     def reduce(self, keys: Tensor) -> Tensor:
         """Float32 keys ``[n, PART_TOKENS, Hkv, D]`` -> float32 ``[n, Hkv, width * D]``."""
@@ -103,10 +104,13 @@ class LinearScorer(Scorer):
         """Float32 queries ``[B, Q, D]`` -> ``[B, Q, width * D]``."""
 
     def summarise(self, keys: Tensor) -> Tensor:
-        return encode(self.reduce(keys.float()), self.dtype)
+        parts = keys.unflatten(1, (-1, PART_TOKENS))
+        stored = encode(self.reduce(parts.flatten(0, 1).float()), self.dtype)
+        return stored.unflatten(0, parts.shape[:2]).transpose(1, 2).flatten(2)
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        values, part_scale = decode(summaries.flatten(1, 2), self.dtype)
+        parts = summaries.unflatten(2, (-1, self.part_bytes)).flatten(1, 2)
+        values, part_scale = decode(parts, self.dtype)
         estimate = products(self.widen(queries.float() * scale), values)
         if part_scale is not None:
             estimate = estimate * part_scale.unsqueeze(1)
@@ -155,15 +159,16 @@ class MeanScorer(LinearScorer):
 
 
 class TwoBitScorer(Scorer):
-    """Keys at 2 bits per channel between the part's own minimum and maximum; the score is a logsumexp over tokens.
+    """Keys at 2 bits per channel between their part's own minimum and maximum; the score is a logsumexp over tokens.
 
-    Bytes of a part::
+    Bytes of a page::
 
-        | c and h, as in ``box`` | codes: uint32 [D / 16, PART_TOKENS] |
+        outline            | c and h, as in ``box``, of the whole page |
+        each of its parts  | low and high: uint8 [2, D] | codes: uint32 [D / 16, PART_TOKENS] |
 
-    where bits 2k and 2k + 1 of word (g, t) hold channel 16 g + k of token t, and D is rounded up to a multiple of 16.
-    A key is read back as ``c + h * (2/3 code - 1)``. Nearly an oracle at about an eighth of the KV's bytes. The codes
-    of a page are read only if its boxes promise enough (:mod:`oasiskv.core.page_scores`).
+    where low and high say in 255ths between which bounds of the outline the part's keys lie (a page of one part has
+    none: they would be 0 and 255), bits 2k and 2k + 1 of word (g, t) hold channel 16 g + k of token t, and D is rounded
+    up to a multiple of 16. Nearly an oracle at about an eighth of the KV's bytes.
     """
 
     name = "q2"
@@ -172,55 +177,69 @@ class TwoBitScorer(Scorer):
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(head_dim, dtype)
         self.coarse = BoxScorer(head_dim, dtype)
+        self.outline_bytes = self.coarse.part_bytes
         self._words = -(-head_dim // _CHANNELS_PER_WORD)
-        self.part_bytes = self.coarse.part_bytes + 4 * self._words * PART_TOKENS
+        self._code_bytes = 4 * self._words * PART_TOKENS
+
+    def page_bytes(self, parts: int) -> int:
+        bounds = 2 * self.head_dim if parts > 1 else 0
+        return self.outline_bytes + parts * (bounds + self._code_bytes)
 
     def summarise(self, keys: Tensor) -> Tensor:
-        dim = keys.shape[3]
-        box = self.coarse.summarise(keys)
-        centre, half = self._read_box(box)  # as stored, so that the codes make up for its rounding
-        step = (half * (2 / 3)).clamp_min(torch.finfo(torch.float32).tiny)
-        code = ((keys.float() - (centre - half).unsqueeze(1)) / step.unsqueeze(1)).round().clamp(0, 3).to(torch.int32)
-        code = torch.nn.functional.pad(code, (0, self._words * _CHANNELS_PER_WORD - dim))
+        keys = keys.float().unflatten(1, (-1, PART_TOKENS)).transpose(1, 3)  # [n, heads, PART_TOKENS, parts, D]
+        low, high = keys.amin(2), keys.amax(2)
+        lowest, highest = low.amin(2), high.amax(2)
+        outline = encode(torch.cat(((highest + lowest) * 0.5, (highest - lowest) * 0.5), dim=-1), self.dtype)
+        base, half = self._read(outline)  # as stored, so that bounds and codes make up for its rounding
+        bounds = None
+        if keys.shape[3] > 1:
+            found = (torch.stack((low, high), 3) - base[:, :, None, None]) / _level(half)[:, :, None, None]
+            bounds = found.round().clamp(0, 255).to(torch.uint8)  # [n, heads, parts, 2, D]
+        first, step = _scale(base, half, bounds)
+        step = step.clamp_min(torch.finfo(torch.float32).tiny)
+        code = ((keys - first.unsqueeze(2)) / step.unsqueeze(2)).round().clamp(0, 3).to(torch.int32)
+        code = torch.nn.functional.pad(code, (0, self._words * _CHANNELS_PER_WORD - self.head_dim))
         code = code.unflatten(-1, (self._words, _CHANNELS_PER_WORD)) << _shifts(keys.device)
-        packed = code.sum(-1, dtype=torch.int32)  # [n, PART_TOKENS, heads, words]: no two share a bit
-        packed = packed.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
-        return torch.cat((box, packed), dim=-1)
+        packed = code.sum(-1, dtype=torch.int32).permute(0, 1, 3, 4, 2)  # no two codes share a bit
+        body = packed.contiguous().view(torch.uint8).flatten(3)  # [n, heads, parts, words of all tokens]
+        if bounds is not None:
+            body = torch.cat((bounds.flatten(3), body), dim=-1)
+        return torch.cat((outline, body.flatten(2)), dim=-1)
 
-    def write(self, keys: Tensor, first: Tensor, store: Tensor, parts: Tensor) -> None:
-        if self._has_kernel(keys.dtype, keys, store):
-            kernels.two_bit_summaries(keys, first, store, parts, self.dtype)
-        else:
-            super().write(keys, first, store, parts)
-
-    def compiled(self, store: Tensor, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
-        if not self._has_kernel(key_dtype, store):
+    def compiled(self, store: SummaryStore, key_dtype: torch.dtype) -> kernels.TwoBitLayer | None:
+        fits = self.head_dim <= kernels.MOST_DIM and key_dtype in _COMPILED_KEYS
+        if not fits or not kernels.take(store.memory):
             return None
         return kernels.TwoBitLayer(store, self.head_dim, key_dtype, self.dtype)
 
-    def _has_kernel(self, key_dtype: torch.dtype, *tensors: Tensor) -> bool:
-        return kernels.take(*tensors) and self.head_dim <= kernels.MOST_DIM and key_dtype in _COMPILED_KEYS
-
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
-        keys = self.keys(summaries).flatten(1, 3)
+        keys = self.keys(summaries).flatten(1, 2)
         return per_page(products(queries.float() * scale, keys), summaries.shape[1])
 
     def keys(self, summaries: Tensor) -> Tensor:
-        """Summaries uint8 ``[..., part_bytes]`` -> keys ``[..., PART_TOKENS, D]``, in bfloat16 unless float32."""
-        box, packed = summaries.tensor_split((self.coarse.part_bytes,), dim=-1)
-        centre, half = self._read_box(box)
-        words = _view(packed, torch.int32).unflatten(-1, (self._words, PART_TOKENS)).transpose(-1, -2)
+        """Summaries uint8 ``[..., page_bytes]`` -> keys ``[..., tokens, D]``, in bfloat16 unless float32."""
+        outline, body = summaries.tensor_split((self.outline_bytes,), dim=-1)
+        base, half = self._read(outline)
+        bounds = None
+        if body.shape[-1] != self._code_bytes:
+            body = body.unflatten(-1, (-1, 2 * self.head_dim + self._code_bytes))
+            bounds, body = body.tensor_split((2 * self.head_dim,), dim=-1)
+            bounds = bounds.unflatten(-1, (2, self.head_dim))
+        else:
+            body = body.unsqueeze(-2)
+        words = _view(body, torch.int32).unflatten(-1, (self._words, PART_TOKENS)).transpose(-1, -2)
         code = (words.unsqueeze(-1) >> _shifts(words.device)) & 3
         code = code.flatten(-2)[..., : self.head_dim]
         held = torch.float32 if self.dtype is torch.float32 else torch.bfloat16
-        low, step = ((part.to(held).unsqueeze(-2)) for part in (centre - half, half * (2 / 3)))
-        return torch.addcmul(low, step, code.to(held))
+        first, step = ((part.to(held).unsqueeze(-2)) for part in _scale(base, half, bounds))
+        return torch.addcmul(first, step, code.to(held)).flatten(-3, -2)
 
-    def _read_box(self, box: Tensor) -> tuple[Tensor, Tensor]:
-        values, part_scale = decode(box, self.dtype)
-        values = values.float() if part_scale is None else values.float() * part_scale.unsqueeze(-1)
+    def _read(self, outline: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower bound and half-width ``[..., D]`` of stored outlines."""
+        values, scale = decode(outline, self.dtype)
+        values = values.float() if scale is None else values.float() * scale.unsqueeze(-1)
         centre, half = values.chunk(2, dim=-1)
-        return centre, half
+        return centre - half, half
 
 
 class OracleScorer(Scorer):
@@ -234,7 +253,9 @@ class OracleScorer(Scorer):
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(head_dim, dtype)
         self._held = torch.float32 if dtype is torch.float32 else torch.bfloat16
-        self.part_bytes = encoded_bytes(PART_TOKENS * head_dim, self._held)
+
+    def page_bytes(self, parts: int) -> int:
+        return encoded_bytes(parts * PART_TOKENS * self.head_dim, self._held)
 
     def summarise(self, keys: Tensor) -> Tensor:
         return encode(keys.transpose(1, 2).flatten(2), self._held)
@@ -249,14 +270,17 @@ class RandomScorer(Scorer):
     """Uniform random scores from a generator of its own: the floor of every table. For measuring only."""
 
     name = "random"
-    part_bytes = 4
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(head_dim, dtype)
         self._generator = torch.Generator().manual_seed(0)
 
+    def page_bytes(self, parts: int) -> int:
+        return 4 * parts
+
     def summarise(self, keys: Tensor) -> Tensor:
-        return torch.zeros(keys.shape[0], keys.shape[2], self.part_bytes, dtype=torch.uint8, device=keys.device)
+        size = self.page_bytes(keys.shape[1] // PART_TOKENS)
+        return torch.zeros(keys.shape[0], keys.shape[2], size, dtype=torch.uint8, device=keys.device)
 
     def estimate(self, queries: Tensor, summaries: Tensor, scale: float) -> Tensor:
         shape = (queries.shape[0], queries.shape[1], summaries.shape[1], 1)
@@ -281,6 +305,22 @@ def make_scorer(name: str, head_dim: int, dtype: torch.dtype) -> Scorer:
 
 def _shifts(device: torch.device) -> Tensor:
     return torch.arange(0, 2 * _CHANNELS_PER_WORD, 2, dtype=torch.int32, device=device)
+
+
+def _level(half: Tensor) -> Tensor:
+    """A 255th of an outline's width."""
+    return (half * (2 / 255)).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _scale(base: Tensor, half: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What code 0 stands for, and the step to the next code: ``[..., parts, D]`` from an outline's ``[..., D]`` and its
+    parts' bounds uint8 ``[..., parts, 2, D]`` (None: the outline's own)."""
+    base, half = base.unsqueeze(-2), half.unsqueeze(-2)
+    if bounds is None:
+        return base, half * (2 / 3)
+    low, high = bounds.float().unbind(-2)
+    level = _level(half)
+    return base + level * low, (level * (1 / 3)) * (high - low)
 
 
 def encoded_bytes(count: int, dtype: torch.dtype) -> int:

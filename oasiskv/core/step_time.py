@@ -82,7 +82,7 @@ def oasis_step(
     attended = min(load.mean, geometry.bound * held.block_size)
     phases = _compute(shape, device, load, running, attended)
     refine = settings.refined_pages(geometry.hot, geometry.block_size)
-    each = summary.read(load.mean / held.block_size, geometry.parts, refine)
+    each = summary.read(load.mean / held.block_size, refine)
     summaries = running * each * shape.layers * shape.kv_heads
     rate = device.attained * (device.summary_bandwidth or device.memory_bandwidth)
     phases["scoring"] = Phase(summaries / settings.steps_between_scores / rate, MEMORY)

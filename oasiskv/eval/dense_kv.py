@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oasiskv.core.settings import PART_TOKENS
-
 
 @dataclass
 class Prefill:
@@ -58,12 +56,11 @@ class LayerKV:
         shared = (flat @ self._shared[1]).unflatten(1, (weights.shape[0], -1)).transpose(0, 1)
         return shared + weights[..., self.shared :] @ self._own[1]
 
-    def prompt_parts(self) -> Tensor:
-        """Keys of the shared blocks as parts ``[n, PART_TOKENS, Hkv, D]``."""
-        return self._shared[0].transpose(0, 1).unflatten(0, (-1, PART_TOKENS))
+    def prompt_keys(self) -> Tensor:
+        """Keys of the shared blocks: ``[n, block_size, Hkv, D]``."""
+        return self._shared[0].transpose(0, 1).unflatten(0, (-1, self.block_size))
 
-    def block_parts(self, batch_row: int, block: int) -> Tensor:
-        """The same of one later block, as this batch row has it."""
+    def block_keys(self, batch_row: int, block: int) -> Tensor:
+        """The same of one later block, as this batch row has it: ``[1, block_size, Hkv, D]``."""
         start = block * self.block_size - self.shared
-        keys = self._own[0][batch_row, :, start : start + self.block_size]
-        return keys.transpose(0, 1).unflatten(0, (-1, PART_TOKENS))
+        return self._own[0][batch_row, :, start : start + self.block_size].transpose(0, 1).unsqueeze(0)

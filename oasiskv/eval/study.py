@@ -31,7 +31,8 @@ from oasiskv.core.merge import merge_heads
 from oasiskv.core.page_scores import Candidates, page_scores
 from oasiskv.core.predictor import query_rows
 from oasiskv.core.residency import ResidencyMap
-from oasiskv.core.scorers import make_scorer
+from oasiskv.core.scorers import Scorer, make_scorer
+from oasiskv.core.summary_store import SummaryStore
 from oasiskv.core.swap_plan import EMPTY, first_set, plan_swaps
 from oasiskv.eval.dense_kv import LayerKV, Prefill
 from oasiskv.eval.policies import Policy
@@ -205,18 +206,17 @@ class CoverageStudy:
             scores.append(merged)
         return torch.cat(scores)
 
-    def _first_summaries(self, scorer: Any, kv: LayerKV) -> Tensor:
-        """uint8 ``[Hkv, blocks, parts, bytes]``, filled for the blocks of the prompt."""
-        parts = scorer.summarise(kv.prompt_parts()).transpose(0, 1)
-        summaries = parts.new_zeros(parts.shape[0], self.blocks, self.geometry.parts, scorer.part_bytes)
-        prompt_blocks = parts.shape[1] // self.geometry.parts
-        summaries[:, :prompt_blocks] = parts.unflatten(1, (prompt_blocks, -1))
-        return summaries
+    def _first_summaries(self, scorer: Scorer, kv: LayerKV) -> SummaryStore:
+        """Filled for the blocks of the prompt."""
+        summaries = scorer.summarise(kv.prompt_keys())
+        store = SummaryStore.zeros(summaries.shape[1], self.blocks, summaries.shape[2], scorer.outline_bytes)
+        store.put(torch.arange(len(summaries)), summaries)
+        return store
 
     def _summarise_block(self, layer: int, block: int) -> None:
         for i, scorer in enumerate(self._scorers):
-            parts = scorer.summarise(self._kv[layer].block_parts(self._source[i], block))
-            self._summaries[layer][i][:, block] = parts.transpose(0, 1)
+            summary = scorer.summarise(self._kv[layer].block_keys(self._source[i], block))
+            self._summaries[layer][i].put(torch.tensor([block]), summary)
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

@@ -1,7 +1,7 @@
 """The host tier of one rank: an arena of blocks in host memory, and the summaries that travel with them.
 
     arena     [host block] -> layer 0: head 0 page, head 1 page ... | layer 1: ...      one contiguous run per block
-    summaries [layer][KV head, host block, part] -> opaque bytes of the scorer
+    summaries [layer] -> a store of opaque bytes of the scorer (oasiskv.core.summary_store)
 
 One host block holds all layers and KV heads of one logical block, so that a block is one contiguous run of bytes for
 the tiers below (layers with another page size, as a drafter may have, lie in a run of their own). A page is opaque:
@@ -10,7 +10,7 @@ its bytes are packed by the attention kernel and are moved whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oasiskv.core.kernels import Planes, copy_rows, take
 from oasiskv.core.residency import PageMoves
+from oasiskv.core.summary_store import SummaryStore
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class LayerShape:
     """What one attention layer keeps of one block.
 
     ``page_elements`` numbers of ``dtype`` are the K and V of one block for one of ``heads`` KV heads.
-    ``part_bytes`` is the size of one summary (0: the layer has none).
+    ``page_summary_bytes`` is the size of one page's summary (0: the layer has none), ``outline_bytes`` of its outline.
     """
 
     heads: int
     page_elements: int
     dtype: torch.dtype
-    parts: int
-    part_bytes: int
+    page_summary_bytes: int
+    outline_bytes: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -47,7 +48,13 @@ class LayerShape:
     @property
     def summary_bytes(self) -> int:
         """Bytes of one block's summaries in this layer."""
-        return self.heads * self.parts * self.part_bytes
+        return self.heads * self.page_summary_bytes
+
+    def store(self, blocks: int, memory: Tensor | None = None) -> SummaryStore:
+        """Room for the summaries of ``blocks`` blocks, in ``memory`` uint8 ``[blocks * summary_bytes]`` if given."""
+        if memory is None:
+            memory = torch.zeros(blocks * self.summary_bytes, dtype=torch.uint8)
+        return SummaryStore(memory, self.heads, blocks, self.page_summary_bytes, self.outline_bytes)
 
 
 def bytes_per_block(layers: Sequence[LayerShape]) -> int:
@@ -63,8 +70,8 @@ def as_pages(cache: Tensor, page_bytes: int) -> Tensor:
 class HostArena:
     """Pages and summaries of ``num_blocks`` blocks. Who has which block is the scheduler's business.
 
-    ``summaries[l]`` is ``[heads, num_blocks, parts, part_bytes]`` of uint8. The memory is exactly ``num_blocks *
-    bytes_per_block(layers)``, never rounded up.
+    ``summaries[l]`` are those of layer l. The memory is exactly ``num_blocks * bytes_per_block(layers)``, never rounded
+    up.
     """
 
     def __init__(self, num_blocks: int, layers: Sequence[LayerShape]) -> None:
@@ -79,13 +86,11 @@ class HostArena:
         self._pages = {
             size: torch.empty((num_blocks * count, size // 8), dtype=torch.int64) for size, count in counts.items()
         }
-        self.summaries = [
-            torch.zeros((layer.heads, num_blocks, layer.parts, layer.part_bytes), dtype=torch.uint8) for layer in layers
-        ]
-        self._device: list[tuple[Tensor, Tensor]] = []
+        self.summaries = [layer.store(num_blocks) for layer in layers]
+        self._device: list[tuple[Tensor, SummaryStore]] = []
         self._planes: Planes | None = None
 
-    def join(self, pages: Sequence[Tensor], summaries: Sequence[Tensor]) -> None:
+    def join(self, pages: Sequence[Tensor], summaries: Sequence[SummaryStore]) -> None:
         """Name the device's side, by layer: pages (see :func:`as_pages`), and summaries in a store like ours."""
         self._device = list(zip(pages, summaries, strict=True))
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -96,7 +101,8 @@ class HostArena:
                 (pages[i].view(-1, shape.heads * words), runs[:, first * words : (first + shape.heads) * words])
             )
             if shape.summary_bytes:
-                pairs += zip(self._words(i, summaries[i]), self._words(i, self.summaries[i]), strict=True)
+                for here, there in self._runs(summaries[i], self.summaries[i]):
+                    pairs += zip(here, there, strict=True)
         self._planes = Planes(pairs) if take(*(side for pair in pairs for side in pair)) else None
 
     def save(self, host: Tensor, device: Tensor) -> None:
@@ -109,7 +115,8 @@ class HostArena:
             source = (device.view(-1, 1) * len(head) + head).view(-1)
             target = self._rows(i, host.view(-1, 1), head).view(-1)
             copy_rows(pages, source, self._pages[self.layers[i].page_bytes], target)
-            _copy_blocks(self._words(i, summaries), device, self._words(i, self.summaries[i]), host)
+            for here, there in self._runs(summaries, self.summaries[i]):
+                _copy_blocks(here, device, there, host)
 
     def restore(self, host: Tensor, device: Tensor) -> None:
         """The reverse of :meth:`save`."""
@@ -118,7 +125,8 @@ class HostArena:
             return
         for i, (pages, summaries) in enumerate(self._device):
             self.load(i, host, None, pages, device)
-            _copy_blocks(self._words(i, self.summaries[i]), host, self._words(i, summaries), device)
+            for here, there in self._runs(summaries, self.summaries[i]):
+                _copy_blocks(there, host, here, device)
 
     def load(self, layer: int, host: Tensor, head: Tensor | None, device_pages: Tensor, device: Tensor) -> None:
         """Copy pages of the blocks ``host`` int64 [n] to the blocks ``device`` [n]: KV head ``head`` [n], or all
@@ -147,9 +155,9 @@ class HostArena:
             page_heads=None if per_head else shape.heads,
         )
 
-    def _words(self, layer: int, summaries: Tensor) -> Tensor:
-        shape = self.layers[layer]
-        return summaries.view(shape.heads, -1, shape.parts * shape.part_bytes).view(torch.int32)
+    @staticmethod
+    def _runs(device: SummaryStore, host: SummaryStore) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(device.runs(), host.runs(), strict=True)
 
     def _rows(self, layer: int, host: Tensor, head: Tensor) -> Tensor:
         count = self._counts[self.layers[layer].page_bytes]
@@ -158,7 +166,7 @@ class HostArena:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(p.nbytes for p in self._pages.values()) + sum(s.nbytes for s in self.summaries)
+        return sum(p.nbytes for p in self._pages.values()) + sum(s.memory.nbytes for s in self.summaries)
 
 
 def _copy_blocks(source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:

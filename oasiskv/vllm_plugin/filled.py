@@ -20,7 +20,6 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-from oasiskv.core.settings import PART_TOKENS
 from oasiskv.vllm_plugin.connector import OasisConnector
 from oasiskv.vllm_plugin.metadata import StepMetadata
 from oasiskv.vllm_plugin.switch import CONNECTOR
@@ -241,8 +240,7 @@ class FilledOasisConnector(OasisConnector):
         blocks = torch.tensor(fill.blocks)
         for index, name in enumerate(self.filler.layers):
             keys, summaries = self.filler.write(fill, index, name), worker.summaries[index]
-            parts = summaries.scorer.summarise(keys.unflatten(0, (-1, PART_TOKENS))).transpose(0, 1)
-            summaries.store[:, blocks] = parts.unflatten(1, (len(blocks), -1))
+            summaries.store.put(blocks, summaries.scorer.summarise(keys.unflatten(0, (len(blocks), -1))))
         for book in worker.books:
             book.blocks.restore(fill.blocks)
 

@@ -114,13 +114,13 @@ def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings:
     layers = []
     for name, spec in named:
         draft = is_draft_layer(name, vllm_config)
-        part_bytes = layer_scorer(settings, spec.head_size, vllm_config.model_config.dtype).part_bytes
+        scorer = layer_scorer(settings, spec.head_size, vllm_config.model_config.dtype)
         shape = LayerShape(
             heads=spec.num_kv_heads,
             page_elements=spec.block_size * (spec.head_size + spec.head_size_v),
             dtype=spec.dtype,
-            parts=geometry.parts,
-            part_bytes=part_bytes,
+            page_summary_bytes=scorer.page_bytes(geometry.parts),
+            outline_bytes=scorer.outline_bytes,
         )
         layers.append(OasisLayer(name, draft, spec.head_size, shape))
     shapes = [layer.shape for layer in layers]

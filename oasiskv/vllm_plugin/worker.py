@@ -145,12 +145,11 @@ class Worker:
             shape = layer.shape
             assert cache.is_contiguous() and cache.shape[0] == self.layout.device_blocks, layer.name
             self.pages.append(as_pages(cache, shape.page_bytes))
+            memory = None
             if self.layout.summaries_in_pool:
                 memory = cache[cache.shape[0] - reserved :].view(-1).view(torch.uint8).zero_()
-            else:
-                memory = torch.zeros(cache.shape[0] * shape.summary_bytes, dtype=torch.uint8)
-            store = memory[: cache.shape[0] * shape.summary_bytes]
-            store = store.view(shape.heads, cache.shape[0], shape.parts, shape.part_bytes)
+                memory = memory[: cache.shape[0] * shape.summary_bytes]
+            store = shape.store(cache.shape[0], memory)
             self.summaries.append(LayerSummaries(scorer, store, self.geometry.block_size, self.dtype))
         self.arena.join(self.pages, [layer.store for layer in self.summaries])
         if self.settings.fetch_cap == "auto" and self.layout.host_blocks:

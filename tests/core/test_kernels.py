@@ -7,9 +7,10 @@ from oasiskv.core import kernels, native, page_scores, swap_plan
 from oasiskv.core.merge import READ_ON
 from oasiskv.core.page_scores import Candidates
 from oasiskv.core.residency import PageMoves, ResidencyMap
-from oasiskv.core.scorers import Scorer, TwoBitScorer
+from oasiskv.core.scorers import TwoBitScorer
 from oasiskv.core.settings import PART_TOKENS
 from oasiskv.core.summaries import LayerSummaries, SummaryBook, Written
+from oasiskv.core.summary_store import SummaryStore
 from oasiskv.core.swap_plan import EMPTY, plan_swaps
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int8)
@@ -20,14 +21,22 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def world(dim: int, group: int, dtype: torch.dtype, query_dtype: torch.dtype, seed: int = 0):
+def filled(scorer: TwoBitScorer, keys: torch.Tensor) -> SummaryStore:
+    """Summaries of keys ``[blocks, tokens, heads, D]``."""
+    summaries = scorer.summarise(keys)
+    store = SummaryStore.zeros(keys.shape[2], len(keys), summaries.shape[2], scorer.outline_bytes)
+    store.put(torch.arange(len(keys)), summaries)
+    return store
+
+
+def world(dim: int, group: int, dtype: torch.dtype, query_dtype: torch.dtype, parts: int = 2):
     """A scorer, strided queries, a store, and candidates of three requests: with drafts, without, with no page."""
-    dice = generator(seed)
-    heads, blocks, parts, columns = 2, 60, 2, 20
+    dice = generator(0)
+    heads, blocks, columns = 2, 60, 20
     scorer = TwoBitScorer(dim, dtype)
     keys = torch.randn(blocks * parts, PART_TOKENS, heads, dim, generator=dice)
     keys += 2 * torch.randn(blocks * parts, 1, heads, dim, generator=dice)
-    store = scorer.summarise(keys).transpose(0, 1).reshape(heads, blocks, parts, -1).contiguous()
+    store = filled(scorer, keys.view(blocks, -1, heads, dim))
     wide = torch.randn(7, heads * (group + 2) * dim, generator=dice).to(query_dtype)
     queries = wide[:, : heads * group * dim].view(7, heads * group, dim)
     candidates = Candidates(
@@ -43,9 +52,10 @@ def world(dim: int, group: int, dtype: torch.dtype, query_dtype: torch.dtype, se
 @pytest.mark.parametrize("refine", [1, 6, 13, 20])
 @pytest.mark.parametrize(("dim", "group"), [(64, 7), (64, 3), (20, 1), (80, 9), (128, 4), (256, 2)])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_scores_are_the_references(isa, refine, dim, group, dtype) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_scores_are_the_references(isa, refine, dim, group, dtype, parts) -> None:
     query_dtype = torch.float32 if dtype is torch.float32 else torch.bfloat16
-    scorer, queries, store, candidates = world(dim, group, dtype, query_dtype)
+    scorer, queries, store, candidates = world(dim, group, dtype, query_dtype, parts)
     scale = dim**-0.5 / 4
     exact = page_scores.reference(scorer, queries, store, candidates, scale, "softmax_sum", refine)
     found = kernels.two_bit_scores(
@@ -73,13 +83,13 @@ def test_scores_are_the_references(isa, refine, dim, group, dtype) -> None:
 
 @pytest.mark.parametrize("isa", [None, *range(kernels.best_isa() + 1)])
 @pytest.mark.parametrize("refine", [6, 20])
-def test_codes_far_above_what_the_boxes_promise_are_still_shares(isa, refine, monkeypatch) -> None:
+def test_codes_far_above_what_the_outlines_promise_are_still_shares(isa, refine, monkeypatch) -> None:
     """All of a part's keys but one lie at its lower corner: the one has twice the box's estimate of it."""
     scorer, queries, store, candidates = world(64, 3, torch.float32, torch.float32)
     queries = torch.full_like(queries, 40.0)
-    keys = -torch.ones(120, PART_TOKENS, 2, 64)
+    keys = -torch.ones(60, 2 * PART_TOKENS, 2, 64)
     keys[:, 0] = 1.0
-    store.copy_(scorer.summarise(keys).transpose(0, 1).reshape(store.shape))
+    store = filled(scorer, keys)
     if isa is None:
         found = page_scores.reference(scorer, queries, store, candidates, 0.125, "softmax_sum", refine)
     else:
@@ -88,38 +98,33 @@ def test_codes_far_above_what_the_boxes_promise_are_still_shares(isa, refine, mo
     assert found[candidates.valid.unsqueeze(1).expand_as(found)].isfinite().all()
 
 
+@pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("dim", [20, 64, 128])
-def test_summaries_are_the_references_to_the_bit(dtype, dim) -> None:
-    scorer = TwoBitScorer(dim, dtype)
-    keys = torch.randn(64, 3, dim, generator=generator(1)).bfloat16()
-    first, parts = torch.tensor([0, 17, 48]), torch.tensor([5, 2, 7])
-    found = torch.zeros(3, 8, scorer.part_bytes, dtype=torch.uint8)
-    exact = found.clone()
-    scorer.write(keys, first, found, parts)
-    Scorer.write(scorer, keys, first, exact, parts)
-    assert torch.equal(found, exact) and exact.any()
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_layers_step_is_the_references_to_the_bit(key_dtype, dtype, dim, parts, monkeypatch) -> None:
+    """Whole blocks of a chunk, keys that wait, and blocks that they complete, from strided keys."""
+    scorer, size = TwoBitScorer(dim, dtype), parts * PART_TOKENS
 
-
-@pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16])
-def test_a_layers_step_is_the_references(key_dtype, monkeypatch) -> None:
-    """Whole parts of a chunk, keys that wait, and a part that they complete, from strided keys."""
-
-    def carry_out() -> torch.Tensor:
-        store = torch.zeros(2, 6, 2, TwoBitScorer(64, torch.bfloat16).part_bytes, dtype=torch.uint8)
-        layer = LayerSummaries(TwoBitScorer(64, torch.bfloat16), store, 32, key_dtype)
-        book, dice, start = SummaryBook(6, 32), generator(5), 0
-        for count in (70, 7, 1, 2, 16):
-            wide = torch.randn(count, 3 * 2 * 64, generator=dice).to(key_dtype)
-            keys = wide[:, 128:256].view(count, 2, 64)
-            layer.apply(book.write([Written(start, count, 0, 0, [4, 1, 3, 5])]), keys)
+    def carry_out() -> SummaryStore:
+        store = SummaryStore.zeros(3, 14, scorer.page_bytes(parts), scorer.outline_bytes)
+        layer = LayerSummaries(scorer, store, size, key_dtype)
+        book, dice, start = SummaryBook(14, size), generator(5), 0
+        blocks = torch.randperm(14, generator=dice).tolist()
+        for count in (71, 7, 1, 2, 47, 64):
+            wide = torch.randn(count, 3 * 3 * dim, generator=dice).to(key_dtype)
+            keys = wide[:, 3 * dim : 6 * dim].view(count, 3, dim)
+            layer.apply(book.write([Written(start, count, 0, 0, blocks)]), keys)
             start += count
-        layer.apply(book.finish([(3, 32)]), None)
+        assert start == 192
+        layer.apply(book.finish([(blocks[192 // size - 1], size)]), None)
+        here = torch.tensor(blocks[: 192 // size])
+        assert store.outlines[:, here].any(-1).all() and store.bodies[:, here].any(-1).all()
         return store
 
     found = carry_out()
     monkeypatch.setattr(kernels, "take", lambda *tensors: False)
-    assert torch.equal(found, carry_out()) and found[:, [4, 1, 3]].any(-1).all()
+    assert torch.equal(found.memory, carry_out().memory)
 
 
 def test_kernels_of_another_version_are_left_alone(monkeypatch, caplog) -> None:
@@ -129,24 +134,27 @@ def test_kernels_of_another_version_are_left_alone(monkeypatch, caplog) -> None:
 
 
 def test_a_layer_refuses_keys_that_do_not_fit() -> None:
-    store = torch.zeros(2, 4, TwoBitScorer(64, torch.bfloat16).part_bytes, dtype=torch.uint8)
+    scorer = TwoBitScorer(64, torch.bfloat16)
+    store = SummaryStore.zeros(2, 2, scorer.page_bytes(2), scorer.outline_bytes)
     layer = kernels.TwoBitLayer(store, 64, torch.bfloat16, torch.bfloat16)
     layer.stage(torch.zeros(32, 2, 64, dtype=torch.bfloat16))
     nothing = torch.empty(0, dtype=torch.int64)
-    names = ("stage_tokens", "stage_slots", "bulk_first", "bulk_parts", "staged_first", "staged_parts")
+    names = ("stage_tokens", "stage_slots", "bulk_first", "bulk_blocks", "staged_rows", "staged_blocks")
 
     def writes(**given: int) -> kernels.TwoBitWrites:
         return kernels.TwoBitWrites(**{n: torch.tensor([given[n]]) if n in given else nothing for n in names})
 
-    keys = torch.zeros(16, 2, 64, dtype=torch.bfloat16)
+    keys = torch.zeros(32, 2, 64, dtype=torch.bfloat16)
     for wrong in (keys.float(), keys[..., :32], keys.transpose(0, 1).contiguous().transpose(0, 1)):
         with pytest.raises(ValueError, match="do not fit"):
             layer.write(writes(), wrong)
     outside = (
-        {"stage_tokens": 16, "stage_slots": 0},
+        {"stage_tokens": 32, "stage_slots": 0},
         {"stage_tokens": 0, "stage_slots": 32},
-        {"bulk_first": 1, "bulk_parts": 0},
-        {"staged_first": 0, "staged_parts": 4},
+        {"bulk_first": 1, "bulk_blocks": 0},
+        {"bulk_first": 0, "bulk_blocks": 2},
+        {"staged_rows": 1, "staged_blocks": 0},
+        {"staged_rows": 0, "staged_blocks": 2},
     )
     for places in outside:
         with pytest.raises(IndexError, match="out of range"):

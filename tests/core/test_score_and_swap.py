@@ -9,6 +9,7 @@ from oasiskv.core.residency import PageMoves, ResidencyMap
 from oasiskv.core.score_and_swap import SwapBatch, SwapLayer
 from oasiskv.core.scorers import TwoBitScorer, make_scorer
 from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.summary_store import SummaryStore
 from oasiskv.core.swap_plan import plan_swaps
 
 pytestmark = pytest.mark.skipif(not kernels.are_built(), reason="no compiler: torch does the kernels' work here")
@@ -25,7 +26,8 @@ class World:
         self.scorer = TwoBitScorer(DIM, dtype)
         keys = torch.randn(BLOCKS * 2, PART_TOKENS, HEADS, DIM, generator=dice)
         keys += 2 * torch.randn(BLOCKS * 2, 1, HEADS, DIM, generator=dice)
-        self.store = self.scorer.summarise(keys).transpose(0, 1).reshape(HEADS, BLOCKS, 2, -1).contiguous()
+        self.store = SummaryStore.zeros(HEADS, BLOCKS, self.scorer.page_bytes(2), self.scorer.outline_bytes)
+        self.store.put(torch.arange(BLOCKS), self.scorer.summarise(keys.view(BLOCKS, -1, HEADS, DIM)))
         self.queries = [torch.randn(5, HEADS * GROUP, DIM, generator=dice).to(dtype) for _ in range(12)]
         self.candidates = Candidates(
             index=torch.randperm(BLOCKS, generator=dice)[: 3 * COLUMNS].view(3, COLUMNS),

@@ -4,7 +4,7 @@ be."""
 import pytest
 import torch
 
-from oasiskv.core.scorers import SCORERS, BoxScorer, TwoBitScorer, decode, encode, make_scorer
+from oasiskv.core.scorers import SCORERS, TwoBitScorer, decode, encode, make_scorer
 
 HEADS, DIM, PAGES, PARTS, QUERIES, TOKENS = 2, 32, 7, 2, 3, 16
 SCALE = DIM**-0.5
@@ -13,9 +13,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @pytest.fixture
 def keys() -> torch.Tensor:
-    """[parts, tokens, heads, dim], with a few channels much larger than the rest, as in real keys."""
+    """[pages, tokens, heads, dim], with a few channels much larger than the rest, as in real keys."""
     generator = torch.Generator().manual_seed(1)
-    keys = torch.randn(PAGES * PARTS, TOKENS, HEADS, DIM, generator=generator)
+    keys = torch.randn(PAGES, PARTS * TOKENS, HEADS, DIM, generator=generator)
     keys[..., ::13] *= 6
     return keys
 
@@ -26,8 +26,8 @@ def queries() -> torch.Tensor:
 
 
 def page_summaries(scorer, keys):
-    """[heads, pages, parts, bytes], as the engine gathers them."""
-    return scorer.summarise(keys).unflatten(0, (PAGES, PARTS)).permute(2, 0, 1, 3).contiguous()
+    """[heads, pages, bytes], as the engine gathers them."""
+    return scorer.summarise(keys).transpose(0, 1).contiguous()
 
 
 def score(name, dtype, keys, queries):
@@ -37,7 +37,7 @@ def score(name, dtype, keys, queries):
 
 def true_mass(keys, queries):
     logits = torch.einsum("hqd,pthd->hqpt", queries, keys) * SCALE
-    return logits.unflatten(2, (PAGES, PARTS)).flatten(3).logsumexp(-1)
+    return logits.logsumexp(-1)
 
 
 def brute_force(keys, queries, part_estimate):
@@ -46,7 +46,7 @@ def brute_force(keys, queries, part_estimate):
     for h in range(HEADS):
         for q in range(QUERIES):
             for page in range(PAGES):
-                parts = [part_estimate(queries[h, q], keys[page * PARTS + part, :, h]) * SCALE for part in range(PARTS)]
+                parts = [part_estimate(queries[h, q], part[:, h]) * SCALE for part in keys[page].split(TOKENS)]
                 out[h, q, page] = torch.stack(parts).logsumexp(0)
     return out
 
@@ -77,23 +77,39 @@ def test_oracle_is_the_exact_mass(keys, queries):
 
 def test_minmax_is_an_upper_bound_of_every_tokens_logit(keys, queries):
     logits = torch.einsum("hqd,pthd->hqpt", queries, keys) * SCALE
-    largest = logits.unflatten(2, (PAGES, PARTS)).amax((3, 4))
+    largest = logits.amax(3)
     assert (score("minmax", torch.float32, keys, queries) >= largest - 1e-4).all()
 
 
-def test_q2_reads_keys_back_within_half_a_step(keys):
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_q2_reads_keys_back_within_half_a_step(keys, parts):
+    """A step is a third of what the part spans, and its bounds are right to half a 255th of what the page spans."""
+    keys = keys[:4].reshape(-1, parts * TOKENS, HEADS, DIM)
     scorer = TwoBitScorer(DIM, torch.float32)
-    back = scorer.keys(scorer.summarise(keys))  # [parts, heads, tokens, dim]
-    step = (keys.amax(1) - keys.amin(1)) / 3
-    error = (back - keys.transpose(1, 2)).abs()
-    assert (error <= step.unsqueeze(2) / 2 + 1e-5).all()
+    summaries = scorer.summarise(keys)
+    assert summaries.shape[2] == scorer.page_bytes(parts)
+    error = (scorer.keys(summaries) - keys.transpose(1, 2)).abs().unflatten(2, (parts, TOKENS)).amax(3)
+    of_parts = keys.unflatten(1, (parts, TOKENS))
+    step = (of_parts.amax(2) - of_parts.amin(2)).transpose(1, 2) / 3  # [pages, heads, parts, dim]
+    level = (keys.amax(1) - keys.amin(1)).unsqueeze(2) / 255
+    assert (error <= step / 2 + (0 if parts == 1 else level) + 1e-5).all()
+
+
+def test_q2s_outline_is_the_box_of_the_page(keys, queries):
+    scorer = TwoBitScorer(DIM, torch.float32)
+    outlines = page_summaries(scorer, keys)[..., : scorer.outline_bytes]
+    box = torch.stack((keys.amax(1) + keys.amin(1), keys.amax(1) - keys.amin(1)), 2) / 2  # [pages, heads, 2, dim]
+    assert torch.equal(outlines.view(torch.float32), box.flatten(2).transpose(0, 1))
+    by_hand = torch.einsum("hqd,phd->hqp", queries, box[:, :, 0])
+    by_hand += 0.5 * torch.einsum("hqd,phd->hqp", queries.abs(), box[:, :, 1])
+    torch.testing.assert_close(scorer.coarse.score(queries, outlines, SCALE), by_hand * SCALE)
 
 
 def test_q2_packs_a_tokens_channels_in_a_word():
     keys = torch.zeros(1, TOKENS, 1, 4)
     keys[0, :, 0, 1] = torch.arange(TOKENS) % 4  # codes are the values themselves: 0 .. 3
     scorer = TwoBitScorer(4, torch.float32)
-    packed = scorer.summarise(keys)[0, 0, BoxScorer(4, torch.float32).part_bytes :]
+    packed = scorer.summarise(keys)[0, 0, scorer.outline_bytes :]
     assert (packed.view(torch.int32) >> 2).tolist() == [token % 4 for token in range(TOKENS)]
 
 
@@ -123,27 +139,28 @@ def test_summaries_are_opaque_bytes_of_the_announced_size(name, dtype, keys):
     scorer = make_scorer(name, DIM, dtype)
     summary = scorer.summarise(keys.bfloat16())
     assert summary.dtype == torch.uint8 and summary.is_contiguous()
-    assert summary.shape == (PAGES * PARTS, HEADS, scorer.part_bytes)
-    assert scorer.part_bytes % 4 == 0
+    assert summary.shape == (PAGES, HEADS, scorer.page_bytes(PARTS))
+    assert all(scorer.page_bytes(parts) % 4 == 0 for parts in (1, 2, 8)) and scorer.outline_bytes % 4 == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in SCORERS if name != "random"])
 def test_views_into_a_larger_store_score_alike(name, dtype, keys, queries):
-    """The engine's store may hand out slices: strided, and at any multiple of part_bytes."""
+    """A store may hand out slices: strided, and at any multiple of 4 bytes."""
     scorer = make_scorer(name, DIM, dtype)
     plain = page_summaries(scorer, keys)
-    store = torch.zeros(HEADS, PAGES + 3, PARTS + 1, scorer.part_bytes, dtype=torch.uint8)
-    store[:, 2 : 2 + PAGES, 1:] = plain
+    store = torch.zeros(HEADS, PAGES + 3, plain.shape[2] + 4, dtype=torch.uint8)
+    store[:, 2 : 2 + PAGES, 4:] = plain
     torch.testing.assert_close(
-        scorer.score(queries, store[:, 2 : 2 + PAGES, 1:], SCALE), scorer.score(queries, plain, SCALE)
+        scorer.score(queries, store[:, 2 : 2 + PAGES, 4:], SCALE), scorer.score(queries, plain, SCALE)
     )
 
 
 def test_sizes_are_those_of_the_study():
-    part_kv = 2 * 2 * TOKENS * 64  # K and V in bfloat16
-    size = {name: make_scorer(name, 64, torch.bfloat16).part_bytes / part_kv for name in ("box", "mean", "q2")}
-    assert size == {"box": 2 / 32, "mean": 1 / 32, "q2": 4 / 32}
+    for parts in (1, 2):
+        kv = 2 * 2 * parts * TOKENS * 64  # K and V in bfloat16
+        size = {name: make_scorer(name, 64, torch.bfloat16).page_bytes(parts) / kv for name in ("box", "mean", "q2")}
+        assert size == {"box": 2 / 32, "mean": 1 / 32, "q2": 4 / 32}
 
 
 def test_random_is_reproducible_and_changes_from_call_to_call(keys, queries):
@@ -163,7 +180,7 @@ def test_int8_holds_its_scale_before_the_numbers():
 
 
 def test_constant_keys_are_no_special_case(queries):
-    keys = torch.zeros(PAGES * PARTS, TOKENS, HEADS, DIM)
+    keys = torch.full((PAGES, PARTS * TOKENS, HEADS, DIM), 0.3)
     for name in SCORERS:
         for dtype in DTYPES:
             assert score(name, dtype, keys, queries).isfinite().all()

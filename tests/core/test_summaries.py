@@ -1,5 +1,5 @@
-"""Summaries against brute force: whatever is written, drafted, refused, shared and released, each committed part of a
-block has the summary of the keys that lie in it."""
+"""Summaries against brute force: whatever is written, drafted, refused, shared and released, each committed block
+has the summary of the keys that lie in it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from oasiskv.core.scorers import make_scorer
 from oasiskv.core.settings import PART_TOKENS
 from oasiskv.core.summaries import LayerSummaries, SummaryBook, Written
+from oasiskv.core.summary_store import SummaryStore
 
 HEADS, DIM, BLOCKS, LOOKAHEAD = 2, 4, 64, 5
 
@@ -45,7 +45,8 @@ class World:
     def __init__(self, block_size: int, scorer: str = "box", key_dtype: torch.dtype = torch.float32) -> None:
         self.size = block_size
         self.scorer = make_scorer(scorer, DIM, torch.float32)
-        store = torch.zeros((HEADS, BLOCKS, block_size // PART_TOKENS, self.scorer.part_bytes), dtype=torch.uint8)
+        size = self.scorer.page_bytes(block_size // PART_TOKENS)
+        store = SummaryStore.zeros(HEADS, BLOCKS, size, self.scorer.outline_bytes)
         self.book = SummaryBook(BLOCKS, block_size, LOOKAHEAD)
         self.layer = LayerSummaries(self.scorer, store, block_size, key_dtype)
         self.truth = torch.zeros((BLOCKS, block_size, HEADS, DIM))
@@ -99,17 +100,12 @@ class World:
             if not self.shared[block]:
                 self.free.append(block)
 
-    def expected(self, block: int, part: int) -> Tensor:
-        keys = self.truth[block, part * PART_TOKENS : (part + 1) * PART_TOKENS]
-        return self.scorer.summarise(keys.unsqueeze(0))[0]
-
     def check(self, request: Request, tokens: int) -> None:
-        """Every part within the first ``tokens`` tokens is summarised, and rightly so."""
-        for whole in range(tokens // PART_TOKENS):
-            block, part = request.blocks[whole * PART_TOKENS // self.size], whole % (self.size // PART_TOKENS)
-            assert torch.equal(self.layer.store[:, block, part], self.expected(block, part)), (
-                f"block {block}, part {part}: not the summary of its keys ({tokens} tokens are certain)"
-            )
+        """Every block within the first ``tokens`` tokens is summarised, and rightly so."""
+        whole = torch.tensor(request.blocks[: tokens // self.size], dtype=torch.int64)
+        expected = self.scorer.summarise(self.truth[whole]).transpose(0, 1)
+        assert torch.equal(self.layer.store.get(whole), expected), f"not those of their keys ({tokens} are certain)"
+        assert self.book.done[whole.numpy()].all()
 
 
 # --- by hand
@@ -126,25 +122,25 @@ def test_any_cut_of_a_prompt_gives_the_same_summaries(block_size: int, chunks: l
     assert world.book.staged_blocks == 0
 
 
-def test_a_part_waits_for_its_drafts() -> None:
-    """15 tokens and 3 drafts fill a part, but its last token may be refused: it is summarised a step later."""
+def test_a_block_waits_for_its_drafts() -> None:
+    """31 tokens and 3 drafts fill a block, but its last token may be refused: it is summarised a step later."""
     world = World(32)
     request = world.arrive()
-    world.step([(request, 18, 3, 3)])
-    assert world.book.done[request.blocks[0]] == 0
+    world.step([(request, 34, 3, 3)])
+    assert not world.book.done[request.blocks[0]]
     world.step([(request, 1, 0, 0)])
-    assert world.book.done[request.blocks[0]] == 1
+    assert world.book.done[request.blocks[0]]
 
 
 def test_a_refused_draft_leaves_no_trace() -> None:
-    world = World(32)
+    world = World(16)
     request = world.arrive()
     world.step([(request, 13, 0, 0)])
     world.step([(request, 4, 3, 0)])  # position 13, and drafts at 14, 15, 16 that are all refused
     world.step([(request, 4, 3, 1)])  # 14 again, with another key
     world.step([(request, 4, 3, 0)])
     world.step([(request, 1, 0, 0)])
-    assert world.book.done[request.blocks[0]] == 1
+    assert world.book.done[request.blocks[0]]
 
 
 def test_a_draft_that_ends_a_block_is_summarised_when_the_next_step_starts_behind_it() -> None:
@@ -153,7 +149,7 @@ def test_a_draft_that_ends_a_block_is_summarised_when_the_next_step_starts_behin
     world.step([(request, 14, 0, 0)])
     world.step([(request, 6, 5, 5)])
     world.step([(request, 1, 0, 0)])
-    assert world.book.done[request.blocks[0]] == 1
+    assert world.book.done[request.blocks[0]]
 
 
 def test_a_block_that_is_used_again_starts_anew() -> None:
@@ -163,9 +159,22 @@ def test_a_block_that_is_used_again_starts_anew() -> None:
     world.leave(first)
     second = world.arrive()
     world.step([(second, 20, 0, 0)])
-    assert world.book.done[second.blocks[0]] == 1
+    assert not world.book.done[second.blocks[0]]
     world.step([(second, 12, 0, 0)])
-    assert world.book.done[second.blocks[0]] == 2
+    assert world.book.done[second.blocks[0]]
+
+
+def test_the_last_token_of_a_summarised_block_may_be_written_again() -> None:
+    """A prompt that is all in the cache is computed anew from its last token on."""
+    world = World(32)
+    first = world.arrive()
+    world.step([(first, 64, 0, 0)])
+    second = world.arrive(first, full_blocks=2)
+    writes = world.book.write([Written(63, 1, 0, 0, second.blocks)])
+    world.layer.apply(writes, world.truth[second.blocks[1], 31:])
+    world.book.check_integrity()
+    world.check(second, 64)
+    assert world.book.staged_blocks == 0
 
 
 def test_a_hit_in_the_very_step_that_completes_the_block() -> None:
@@ -176,7 +185,7 @@ def test_a_hit_in_the_very_step_that_completes_the_block() -> None:
     second = world.arrive(first, full_blocks=1)
     world.step([(second, 40, 0, 0), (first, 12, 0, 0)])
     world.check(second, 72)
-    assert world.book.done[second.blocks[0]] == 2
+    assert world.book.done[second.blocks[0]]
 
 
 def test_a_stage_row_is_not_given_away_before_it_is_read() -> None:
@@ -206,7 +215,7 @@ def test_the_bytes_are_the_scorers_own(scorer: str) -> None:
 
 
 def test_keys_are_staged_in_the_models_format() -> None:
-    world = World(32, key_dtype=torch.bfloat16)
+    world = World(16, key_dtype=torch.bfloat16)
     request = world.arrive()
     world.truth = world.truth.bfloat16().float()
     keys = torch.randn((16, HEADS, DIM)).bfloat16()
@@ -214,8 +223,8 @@ def test_keys_are_staged_in_the_models_format() -> None:
     for i in range(16):
         writes = world.book.write([Written(i, 1, 0, 0, request.blocks)])
         world.layer.apply(writes, keys[i : i + 1])
-    expected = world.scorer.summarise(keys.unsqueeze(0))[0]
-    assert torch.equal(world.layer.store[:, request.blocks[0], 0], expected)
+    expected = world.scorer.summarise(keys.unsqueeze(0)).transpose(0, 1)
+    assert torch.equal(world.layer.store.get(torch.tensor(request.blocks)), expected)
 
 
 def test_a_lost_row_is_found() -> None:
@@ -236,7 +245,7 @@ def test_a_lost_row_is_found() -> None:
     st.sampled_from([16, 32, 64]),
     st.integers(0, 2**16),
 )
-def test_any_history_leaves_every_committed_part_summarised(history: list[str], block_size: int, seed: int) -> None:
+def test_any_history_leaves_every_committed_block_summarised(history: list[str], block_size: int, seed: int) -> None:
     dice = random.Random(seed)
     world = World(block_size)
     running = [world.arrive()]

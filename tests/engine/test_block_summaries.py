@@ -14,7 +14,7 @@ import torch
 from harness import Engine, engine, prompt
 from verifier import Verifier
 
-from oasiskv.core.settings import PART_TOKENS
+from oasiskv.core.summary_store import SummaryStore
 from oasiskv.vllm_plugin.metadata import State
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -70,12 +70,10 @@ class BlockChecker:
         return self.seen.by_slot[layer][0][slots]
 
     def _same_summaries(
-        self, layer: int, store: torch.Tensor, blocks: list[int], keys: torch.Tensor, what: str
+        self, layer: int, store: SummaryStore, blocks: list[int], keys: torch.Tensor, what: str
     ) -> None:
-        scorer = self.worker.scorers[layer]
-        parts = keys.unflatten(1, (-1, PART_TOKENS))  # [blocks, parts, tokens, heads, D]
-        expected = scorer.summarise(parts.flatten(0, 1).contiguous()).unflatten(0, (len(blocks), -1))
-        wrong = (store[:, torch.tensor(blocks)] != expected.permute(2, 0, 1, 3)).flatten(2).any(2).any(0)
+        expected = self.worker.scorers[layer].summarise(keys).transpose(0, 1)
+        wrong = (store.get(torch.tensor(blocks)) != expected).any(2).any(0)
         assert not wrong.any(), f"layer {layer}, {what} {blocks[int(wrong.nonzero()[0])]}: not the summary of its keys"
 
 

@@ -16,11 +16,11 @@ def _structure(name: str, fields: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": pairs})
 
 
+_STORE = "outlines:p outline_bytes:i bodies:p body_bytes:i blocks:i box_format:i"
 TwoBitScores = _structure(
     "TwoBitScores",
-    "store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i index:p counts:p requests:i columns:i "
-    "queries:p query_format:i tokens:i token_stride:i rows:p row_counts:p heads:i group:i dim:i scale:f read_on:f "
-    "refine:i out:p isa:i",
+    f"{_STORE} index:p counts:p requests:i columns:i queries:p query_format:i tokens:i token_stride:i rows:p "
+    "row_counts:p heads:i group:i dim:i scale:f read_on:f refine:i out:p isa:i",
 )
 SwapPlans = _structure(
     "SwapPlans",
@@ -42,20 +42,14 @@ EnterSwaps = _structure(
     "page_heads:i sinks:i columns:i index:p hot:p host:p host_rows:i host_stride:i host_first:i device:p "
     "device_rows:i device_stride:i row_bytes:i",
 )
-TwoBitSummaries = _structure(
-    "TwoBitSummaries",
-    "keys:p format:i token_stride:i tokens:i first:p parts:p count:i heads:i dim:i store:p head_stride:i "
-    "all_parts:i part_bytes:i box_format:i",
-)
 SummaryWrites = _structure(
     "SummaryWrites",
-    "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_parts:p bulk_count:i staged_first:p staged_parts:p "
+    "stage_tokens:p stage_slots:p stage_count:i bulk_first:p bulk_blocks:p bulk_count:i staged_rows:p staged_blocks:p "
     "staged_count:i",
 )
 SummaryLayer = _structure(
     "SummaryLayer",
-    "keys:p tokens:i token_stride:i stage:p slots:i format:i heads:i dim:i store:p head_stride:i all_parts:i "
-    "part_bytes:i box_format:i",
+    f"keys:p tokens:i token_stride:i stage:p slots:i format:i heads:i dim:i {_STORE}",
 )
 AttentionBatch = _structure("AttentionBatch", "starts:p seq_lens:p table:p requests:i columns:i")
 AttentionLayer = _structure(
@@ -79,9 +73,8 @@ class SwapBatch(ctypes.Structure):
 
 SwapLayer = _structure(
     "SwapLayer",
-    "layer:i store:p head_stride:i blocks:i parts:i part_bytes:i box_format:i queries:p query_format:i tokens:i "
-    "token_stride:i group:i dim:i scale:f host:p host_rows:i host_stride:i host_first:i device:p device_rows:i "
-    "device_stride:i row_bytes:i hits:i misses:i capped:i",
+    f"layer:i {_STORE} queries:p query_format:i tokens:i token_stride:i group:i dim:i scale:f host:p host_rows:i "
+    "host_stride:i host_first:i device:p device_rows:i device_stride:i row_bytes:i hits:i misses:i capped:i",
 )
 
 IN_ORDER: tuple[type[ctypes.Structure], ...] = (
@@ -92,7 +85,6 @@ IN_ORDER: tuple[type[ctypes.Structure], ...] = (
     EnterSwaps,
     SwapBatch,
     SwapLayer,
-    TwoBitSummaries,
     SummaryWrites,
     SummaryLayer,
     AttentionBatch,

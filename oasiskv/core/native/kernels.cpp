@@ -21,7 +21,7 @@ void decode_attention(const AttentionBatch&, const AttentionLayer&);
 extern "C" {
 extern const int64_t oasis_layout[];
 const int64_t oasis_layout[] = {sizeof(TwoBitScores),  sizeof(SwapPlans),      sizeof(CopyRows),     sizeof(CopyBlocks),
-                                sizeof(EnterSwaps),    sizeof(SwapBatch),      sizeof(SwapLayer),    sizeof(TwoBitSummaries),
+                                sizeof(EnterSwaps),    sizeof(SwapBatch),      sizeof(SwapLayer),
                                 sizeof(SummaryWrites), sizeof(SummaryLayer),   sizeof(AttentionBatch),
                                 sizeof(AttentionLayer), 0};
 }
@@ -70,8 +70,9 @@ extern "C" int64_t oasis_enter_swaps(const EnterSwaps*);
 
 extern "C" int64_t oasis_score_and_swap(const SwapBatch* batch, SwapLayer* l) {
     TwoBitScores scores = batch->scores;
-    scores.store = l->store, scores.head_stride = l->head_stride, scores.blocks = l->blocks, scores.parts = l->parts;
-    scores.part_bytes = l->part_bytes, scores.box_format = l->box_format, scores.queries = l->queries;
+    scores.outlines = l->outlines, scores.outline_bytes = l->outline_bytes, scores.bodies = l->bodies;
+    scores.body_bytes = l->body_bytes, scores.blocks = l->blocks, scores.box_format = l->box_format;
+    scores.queries = l->queries;
     scores.query_format = l->query_format, scores.tokens = l->tokens, scores.token_stride = l->token_stride;
     scores.group = l->group, scores.dim = l->dim, scores.scale = l->scale;
     if (!oasis_two_bit_scores(&scores)) return 0;

@@ -12,8 +12,10 @@ inline bool in_range(int64_t i, int64_t count) { return 0 <= i && i < count; }
 enum NumberFormat : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 struct TwoBitScores {
-    const uint8_t* store;  // [heads, blocks, parts, part_bytes]
-    int64_t head_stride, blocks, parts, part_bytes, box_format;
+    const uint8_t* outlines;  // [heads, blocks, outline_bytes]
+    int64_t outline_bytes;
+    const uint8_t* bodies;  // [heads, blocks, body_bytes]
+    int64_t body_bytes, blocks, box_format;
     const int64_t* index;   // [requests, columns]: block of each candidate
     const int64_t* counts;  // [requests]: candidates, the first columns
     int64_t requests, columns;
@@ -96,8 +98,10 @@ struct SwapBatch {
 // ... and named here.
 struct SwapLayer {
     int64_t layer;         // of the residency map
-    const uint8_t* store;  // summaries, as in TwoBitScores
-    int64_t head_stride, blocks, parts, part_bytes, box_format;
+    const uint8_t* outlines;  // summaries, as in TwoBitScores
+    int64_t outline_bytes;
+    const uint8_t* bodies;
+    int64_t body_bytes, blocks, box_format;
     const void* queries;
     int64_t query_format, tokens, token_stride, group, dim;
     float scale;
@@ -108,27 +112,27 @@ struct SwapLayer {
     int64_t hits, misses, capped;  // the answer
 };
 
-struct TwoBitSummaries {
-    const void* keys;  // [tokens, heads, dim], `token_stride` numbers from one token to the next
-    int64_t format, token_stride, tokens;
-    const int64_t* first;  // [count]: first token of each part
-    const int64_t* parts;  // [count]: where its summary goes
-    int64_t count, heads, dim;
-    uint8_t* store;  // [heads, all_parts, part_bytes]
-    int64_t head_stride, all_parts, part_bytes, box_format;
-};
+// Tokens of one part of a page, and how many parts a two-bit summary is of: bounds and codes of each follow the outline,
+// but a page of one part has no bounds.
+constexpr int kPartTokens = 16;
 
-// What every layer does with the keys of a step: copy those of unfinished parts to the stage, then summarise whole parts,
-// straight from the keys and from the stage.
+inline int64_t code_bytes(int64_t dim) { return (dim + 15) / 16 * 4 * kPartTokens; }
+
+inline int64_t parts_of(int64_t body_bytes, int64_t dim) {
+    return body_bytes == code_bytes(dim) ? 1 : body_bytes / (2 * dim + code_bytes(dim));
+}
+
+// What every layer does with the keys of a step: copy those of unfinished blocks to the stage, then summarise whole
+// blocks, straight from the keys and from the stage.
 struct SummaryWrites {
     const int64_t* stage_tokens;  // [stage_count]
     const int64_t* stage_slots;   // [stage_count]
     int64_t stage_count;
-    const int64_t* bulk_first;  // [bulk_count]: first token of each part
-    const int64_t* bulk_parts;  // [bulk_count]: where its summary goes
+    const int64_t* bulk_first;   // [bulk_count]: first token of each block
+    const int64_t* bulk_blocks;  // [bulk_count]
     int64_t bulk_count;
-    const int64_t* staged_first;  // [staged_count]: first slot of each part
-    const int64_t* staged_parts;  // [staged_count]
+    const int64_t* staged_rows;    // [staged_count]: row of the stage that holds each block
+    const int64_t* staged_blocks;  // [staged_count]
     int64_t staged_count;
 };
 
@@ -137,8 +141,10 @@ struct SummaryLayer {
     int64_t tokens, token_stride;
     uint8_t* stage;  // [slots, heads, dim]
     int64_t slots, format, heads, dim;
-    uint8_t* store;  // [heads, all_parts, part_bytes]
-    int64_t head_stride, all_parts, part_bytes, box_format;
+    uint8_t* outlines;  // [heads, blocks, outline_bytes]
+    int64_t outline_bytes;
+    uint8_t* bodies;  // [heads, blocks, body_bytes]
+    int64_t body_bytes, blocks, box_format;
 };
 
 // A batch of requests: the newest tokens of each attend over the pages in its row of the table.

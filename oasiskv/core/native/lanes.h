@@ -11,6 +11,8 @@ typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
 inline Floats all(float value) { return value - Floats{}; }
@@ -19,6 +21,10 @@ inline Floats load_bfloat16(const uint16_t* from) {
     const Halves halves = *reinterpret_cast<const Halves*>(from);
     const Ints bits = __builtin_convertvector(halves, Ints) << 16;
     return reinterpret_cast<const Floats&>(bits);
+}
+
+inline Floats load_bytes(const uint8_t* from) {
+    return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Floats);
 }
 
 // The sums of the lanes of 16 vectors, in a quarter of the operations that 16 single sums would take: each round adds

@@ -1,10 +1,12 @@
 // Scores of pages from their two-bit summaries (see TwoBitScorer in ../scorers.py, which says what the bytes are).
 //
-//   box of each part   centre c [dim] and half-width h [dim], in one of three number formats
-//   codes of each part uint32 [ceil(dim / 16)][16 tokens]: bits 2k and 2k + 1 of word (g, t) hold channel 16 g + k
+//   outline of each page  a box: centre c [dim] and half-width h [dim], in one of three number formats
+//   body of each page     for each part bounds uint8 [2][dim], in 255ths of the outline, if there are several; and
+//                         codes uint32 [ceil(dim / 16)][16 tokens]: bits 2k and 2k + 1 of word (g, t) hold channel
+//                         16 g + k
 //
-// One unit of work is one request and KV head. First every part is estimated from its box alone; then the tokens of the
-// best `refine` pages are read from their codes. A query's estimates are scaled to what the codes say where both are
+// One unit of work is one request and KV head. First every page is estimated from its outline alone; then the tokens of
+// the best `refine` pages are read from their codes. A query's estimates are scaled to what the codes say where both are
 // known, so that the two kinds add up to one distribution.
 #pragma once
 
@@ -18,7 +20,6 @@
 
 namespace OASIS_ISA {
 
-constexpr int kTokens = 16;  // of a part
 // A token's logit by its code may be far above what any box promised: bounds that keep sums of such in a float's range.
 constexpr float kMostAbove = 60, kMostScale = 1e30f;
 
@@ -28,10 +29,9 @@ class Unit {
   public:
     explicit Unit(const TwoBitScores& a)
         : a_(a),
-          box_bytes_(a.box_format == kFloat32   ? 8 * a.dim
-                     : a.box_format == kBFloat16 ? 4 * a.dim
-                                                 : 4 + 2 * a.dim),
           groups_((a.dim + kLanes - 1) / kLanes),
+          parts_(parts_of(a.body_bytes, a.dim)),
+          bound_bytes_(parts_ > 1 ? 2 * a.dim : 0),
           whole_(a.dim == Wide) {}
 
     void run(int64_t request, int64_t head) {
@@ -39,7 +39,8 @@ class Unit {
         float* out = a_.out + (request * a_.heads + head) * a_.columns;
         std::fill(out + pages, out + a_.columns, -INFINITY);
         if (pages == 0) return;
-        first_ = a_.store + head * a_.head_stride;
+        outlines_ = a_.outlines + head * a_.blocks * a_.outline_bytes;
+        bodies_ = a_.bodies + head * a_.blocks * a_.body_bytes;
         index_ = a_.index + request * a_.columns;
         read_queries(request, head);
         if (tile_ == 4) score<4>(pages, out);
@@ -50,7 +51,7 @@ class Unit {
   private:
     template <int N>
     void score(int64_t pages, float* out) {
-        estimate_boxes<N>(pages);
+        estimate_pages<N>(pages);
         if (a_.refine < pages)
             choose<N>(pages);
         else {
@@ -60,9 +61,9 @@ class Unit {
         refine<N>(pages, out);
     }
 
-    const uint8_t* part(int64_t page, int64_t p) const {
-        return first_ + (index_[page] * a_.parts + p) * a_.part_bytes;
-    }
+    const uint8_t* outline(int64_t page) const { return outlines_ + index_[page] * a_.outline_bytes; }
+
+    const uint8_t* body(int64_t page) const { return bodies_ + index_[page] * a_.body_bytes; }
 
     // The query heads of this KV head, in each row that counts, times the softmax scale; and zeros up to whole tiles of
     // 4, 8 or 16.
@@ -92,10 +93,10 @@ class Unit {
         read_reaches();
     }
 
-    // Centre and half-width of a part as floats, zero beyond `dim`.
-    void read_box(const uint8_t* part, float* centre, float* half) const {
+    // Centre and half-width of a box as floats, zero beyond `dim`.
+    void read_box(const uint8_t* box, float* centre, float* half) const {
         if (a_.box_format == kBFloat16 && whole_) {
-            const uint16_t* from = reinterpret_cast<const uint16_t*>(part);
+            const uint16_t* from = reinterpret_cast<const uint16_t*>(box);
             for (int64_t d = 0; d < Wide; d += kLanes) {
                 store(centre + d, load_bfloat16(from + d));
                 store(half + d, load_bfloat16(from + Wide + d));
@@ -103,97 +104,93 @@ class Unit {
             return;
         }
         float scale = 1;
-        if (a_.box_format == kInt8) std::memcpy(&scale, part, 4);
+        if (a_.box_format == kInt8) std::memcpy(&scale, box, 4);
         for (int64_t d = 0; d < Wide; ++d) {
-            centre[d] = d < a_.dim ? scale * box_number(part, d) : 0.0f;
-            half[d] = d < a_.dim ? scale * box_number(part, a_.dim + d) : 0.0f;
+            centre[d] = d < a_.dim ? scale * box_number(box, d) : 0.0f;
+            half[d] = d < a_.dim ? scale * box_number(box, a_.dim + d) : 0.0f;
         }
     }
 
-    float box_number(const uint8_t* part, int64_t i) const {
+    float box_number(const uint8_t* box, int64_t i) const {
         float value;
-        if (a_.box_format == kInt8) return static_cast<float>(static_cast<int8_t>(part[4 + i]));
+        if (a_.box_format == kInt8) return static_cast<float>(static_cast<int8_t>(box[4 + i]));
         if (a_.box_format == kFloat32) {
-            std::memcpy(&value, part + 4 * i, 4);
+            std::memcpy(&value, box + 4 * i, 4);
             return value;
         }
         uint16_t upper;
-        std::memcpy(&upper, part + 2 * i, 2);
+        std::memcpy(&upper, box + 2 * i, 2);
         const uint32_t bits = static_cast<uint32_t>(upper) << 16;
         std::memcpy(&value, &bits, 4);
         return value;
     }
 
-    // mass_[page][q]: exp of the box estimates, less the query's largest (offset_[q]); boxes_[q]: of all pages together.
-    // Estimates are made for 16 / N parts and N queries at a time, one in each lane: [tile][part][N].
+    // mass_: exp of the outlines' estimates, less the query's largest (offset_[q]), as [tile][page][N] with `stride_`
+    // numbers from one tile to the next; promises_[q]: of all pages together. Estimates are made for 16 / N pages and N
+    // queries at a time, one in each lane.
     template <int N>
-    void estimate_boxes(int64_t pages) {
-        constexpr int kParts = kLanes / N;
-        const int64_t parts = a_.parts, all_parts = pages * parts, tiles = padded_ / N;
-        const int64_t stride = (all_parts + kParts - 1) / kParts * kLanes;
-        estimate_.resize(tiles * stride);
-        for (int64_t i = 0; i < all_parts; i += kParts) {
-            for (int64_t p = 0; p < kParts; ++p) {
-                const int64_t ahead = std::min(i + p + kAhead, all_parts - 1), here = std::min(i + p, all_parts - 1);
-                const uint8_t* next = part(ahead / parts, ahead % parts);
-                for (int64_t b = 0; b < box_bytes_; b += 64) __builtin_prefetch(next + b);
-                open_box(part(here / parts, here % parts), p);
+    void estimate_pages(int64_t pages) {
+        constexpr int kPages = kLanes / N;
+        const int64_t tiles = padded_ / N;
+        stride_ = (pages + kPages - 1) / kPages * kLanes;
+        mass_.resize(tiles * stride_);
+        for (int64_t m = 0; m < pages; m += kPages) {
+            for (int64_t p = 0; p < kPages; ++p) {
+                const uint8_t* next = outline(std::min(m + p + kAhead, pages - 1));
+                for (int64_t b = 0; b < a_.outline_bytes; b += 64) __builtin_prefetch(next + b);
+                open_box(outline(std::min(m + p, pages - 1)), p);
             }
-            for (int64_t t = 0; t < tiles; ++t)
-                store(estimate_.data() + t * stride + i * N, estimates<N>(t * N));
+            for (int64_t t = 0; t < tiles; ++t) store(mass_.data() + t * stride_ + m * N, estimates<N>(t * N));
         }
-        mass_.assign(pages * padded_, 0.0f);
-        offset_.assign(padded_, 0.0f);
-        boxes_.assign(padded_, 0.0f);
+        offset_.resize(padded_);
+        promises_.resize(padded_);
         for (int64_t t = 0; t < tiles; ++t) {
-            float* estimates = estimate_.data() + t * stride;
-            for (int64_t i = all_parts * N; i < stride; ++i) estimates[i] = -INFINITY;
-            float most[kLanes], offsets[kLanes];
-            Floats largest = load(estimates);
-            for (int64_t i = kLanes; i < stride; i += kLanes) {
-                const Floats found = load(estimates + i);
+            float* mass = mass_.data() + t * stride_;
+            std::fill(mass + pages * N, mass + stride_, -INFINITY);
+            float lanes[kLanes], offsets[kLanes];
+            Floats largest = load(mass), total = {};
+            for (int64_t i = kLanes; i < stride_; i += kLanes) {
+                const Floats found = load(mass + i);
                 largest = found > largest ? found : largest;
             }
-            store(most, largest);
+            store(lanes, largest);
             for (int n = 0; n < kLanes; ++n) {
-                offsets[n] = most[n % N];
-                for (int p = 1; p < kParts; ++p) offsets[n] = std::max(offsets[n], most[n % N + p * N]);
+                offsets[n] = lanes[n % N];
+                for (int p = 1; p < kPages; ++p) offsets[n] = std::max(offsets[n], lanes[n % N + p * N]);
             }
-            std::copy(offsets, offsets + N, offset_.data() + t * N);
-            for (int64_t i = 0; i < stride; i += kLanes)
-                store(estimates + i, exponential(load(estimates + i) - load(offsets)));
-            float total[N] = {};
-            for (int64_t m = 0; m < pages; ++m) {
-                float page[N] = {};
-                for (int64_t p = 0; p < parts; ++p)
-                    for (int n = 0; n < N; ++n) page[n] += estimates[(m * parts + p) * N + n];
-                for (int n = 0; n < N; ++n) {
-                    mass_[m * padded_ + t * N + n] = page[n];
-                    total[n] += page[n];
-                }
+            for (int64_t i = 0; i < stride_; i += kLanes) {
+                const Floats found = exponential(load(mass + i) - load(offsets));
+                store(mass + i, found);
+                total += found;
             }
-            std::copy(total, total + N, boxes_.data() + t * N);
+            store(lanes, total);
+            for (int n = 0; n < N; ++n) {
+                offset_[t * N + n] = offsets[n];
+                promises_[t * N + n] = lanes[n];
+                for (int p = 1; p < kPages; ++p) promises_[t * N + n] += lanes[n + p * N];
+            }
         }
     }
 
-    // rows[i] . factors, over all queries.
+    // The masses of row i times the queries' factors, in all. Rows lie as `row_stride` numbers in tiles of `tile_stride`.
     template <int N>
-    float weighted(const float* rows, int64_t i, const float* factors) const {
+    float weighted(const std::vector<float>& rows, int64_t tile_stride, int64_t row_stride, int64_t i,
+                   const std::vector<float>& factors) const {
         float lanes[N] = {};
-        for (int64_t q = 0; q < padded_; q += N)
-            for (int n = 0; n < N; ++n) lanes[n] += rows[i * padded_ + q + n] * factors[q + n];
+        for (int64_t t = 0; t < padded_ / N; ++t)
+            for (int n = 0; n < N; ++n) lanes[n] += rows[t * tile_stride + i * row_stride + n] * factors[t * N + n];
         for (int half = N / 2; half > 0; half /= 2)
             for (int n = 0; n < half; ++n) lanes[n] += lanes[n + half];
         return lanes[0];
     }
 
-    // The pages whose boxes promise the largest shares of mass, all queries together; ties to the first.
+    // The pages whose outlines promise the largest shares of mass, all queries together; ties to the first.
     template <int N>
     void choose(int64_t pages) {
         factors_.assign(padded_, 0.0f);
-        for (int64_t q = 0; q < count_; ++q) factors_[q] = 1 / boxes_[q];
+        for (int64_t q = 0; q < count_; ++q) factors_[q] = 1 / promises_[q];
         share_.resize(pages);
-        for (int64_t m = 0; m < pages; ++m) share_[m] = weighted<N>(mass_.data(), m, factors_.data());
+        for (int64_t m = 0; m < pages; ++m) share_[m] = weighted<N>(mass_, stride_, N, m, factors_);
         ranked_ = share_;
         std::nth_element(ranked_.begin(), ranked_.begin() + (a_.refine - 1), ranked_.end(), std::greater<float>());
         const float least = ranked_[a_.refine - 1];
@@ -206,56 +203,76 @@ class Unit {
 
     template <int N>
     void refine(int64_t pages, float* out) {
-        const int64_t chosen = static_cast<int64_t>(chosen_.size()), all_parts = chosen * a_.parts;
+        const int64_t chosen = static_cast<int64_t>(chosen_.size());
         fine_.assign(padded_ * chosen, 0.0f);
-        for (int64_t i = 0; i < all_parts; ++i) {
-            const int64_t ahead = std::min(i + kAhead, all_parts - 1);
-            const uint8_t* next = part(chosen_[ahead / a_.parts], ahead % a_.parts);
-            for (int64_t b = 0; b < a_.part_bytes; b += 64) __builtin_prefetch(next + b);
-            read_part(part(chosen_[i / a_.parts], i % a_.parts), fine_.data() + i / a_.parts * padded_);
+        for (int64_t k = 0; k < chosen; ++k) {
+            const int64_t ahead = chosen_[std::min(k + kBodiesAhead, chosen - 1)];
+            for (int64_t b = 0; b < a_.outline_bytes; b += 64) __builtin_prefetch(outline(ahead) + b);
+            for (int64_t b = 0; b < a_.body_bytes; b += 64) __builtin_prefetch(body(ahead) + b);
+            read_page(outline(chosen_[k]), body(chosen_[k]), fine_.data() + k * padded_);
         }
         known_.assign(padded_, 0.0f);
         promised_.assign(padded_, 0.0f);
         for (int64_t k = 0; k < chosen; ++k)
             for (int64_t q = 0; q < padded_; ++q) {
                 known_[q] += fine_[k * padded_ + q];
-                promised_[q] += mass_[chosen_[k] * padded_ + q];
+                promised_[q] += mass_[q / N * stride_ + chosen_[k] * N + q % N];
             }
-        // A page's share is its mass by the total; a mass by its box alone is first scaled to what the codes say.
+        // A page's share is its mass by the total; a mass by an outline is first scaled to what the codes say.
         factors_.assign(padded_, 0.0f);
         fine_factors_.assign(padded_, 0.0f);
         for (int64_t q = 0; q < count_; ++q) {
             const float scale = promised_[q] > 0 ? std::min(known_[q] / promised_[q], kMostScale) : 0;
-            const float total = known_[q] + scale * std::max(0.0f, boxes_[q] - promised_[q]);
+            const float total = known_[q] + scale * std::max(0.0f, promises_[q] - promised_[q]);
             if (!(total > 0)) continue;
             factors_[q] = scale / total;
             fine_factors_[q] = 1 / total;
         }
-        for (int64_t m = 0; m < pages; ++m) out[m] = weighted<N>(mass_.data(), m, factors_.data());
-        for (int64_t k = 0; k < chosen; ++k) out[chosen_[k]] = weighted<N>(fine_.data(), k, fine_factors_.data());
+        for (int64_t m = 0; m < pages; ++m) out[m] = weighted<N>(mass_, stride_, N, m, factors_);
+        for (int64_t k = 0; k < chosen; ++k) out[chosen_[k]] = weighted<N>(fine_, N, padded_, k, fine_factors_);
         for (int64_t m = pages - 1; m > 0; --m) out[m] += a_.read_on * out[m - 1];
     }
 
     // Add the exp of the tokens' logits, less the query's offset, to fine[q].
-    void read_part(const uint8_t* part, float* fine) {
-        read_box(part, centre_, half_);
+    void read_page(const uint8_t* outline, const uint8_t* body, float* fine) {
+        read_box(outline, base_, level_);
+        const float share = parts_ > 1 ? 2.0f / 255.0f : 2.0f / 3.0f;  // of the half-width: a bound's level, or a code's
         for (int64_t d = 0; d < Wide; d += kLanes) {
-            const Floats half = load(half_ + d);
-            store(centre_ + d, load(centre_ + d) - half);   // now the lowest key
-            store(half_ + d, half * (2.0f / 3.0f));         // now the size of a code's step
+            const Floats half = load(level_ + d);
+            store(base_ + d, load(base_ + d) - half);
+            store(level_ + d, half * share);
         }
-        unpack(part + box_bytes_);
-        int64_t q = 0;
-        for (; q + 8 <= padded_; q += 8) read_tokens<8>(q, fine);
-        if (q < padded_) read_tokens<4>(q, fine);
+        for (int64_t p = 0; p < parts_; ++p, body += bound_bytes_ + code_bytes(a_.dim)) {
+            if (parts_ > 1) read_bounds(body);
+            unpack(body + bound_bytes_);
+            const float *first = parts_ > 1 ? first_ : base_, *step = parts_ > 1 ? step_ : level_;
+            int64_t q = 0;
+            for (; q + 8 <= padded_; q += 8) read_tokens<8>(first, step, q, fine);
+            if (q < padded_) read_tokens<4>(first, step, q, fine);
+        }
+    }
+
+    // What code 0 of a part stands for, and the step to the next code.
+    void read_bounds(const uint8_t* bounds) {
+        const uint8_t *low = bounds, *high = bounds + a_.dim;
+        if (!whole_) {
+            std::memcpy(bytes_, low, a_.dim);
+            std::memcpy(bytes_ + Wide, high, a_.dim);
+            low = bytes_, high = bytes_ + Wide;
+        }
+        for (int64_t d = 0; d < Wide; d += kLanes) {
+            const Floats level = load(level_ + d), from = load_bytes(low + d), to = load_bytes(high + d);
+            store(first_ + d, load(base_ + d) + level * from);
+            store(step_ + d, level * (1.0f / 3.0f) * (to - from));
+        }
     }
 
     template <int N>
-    void read_tokens(int64_t q, float* fine) {
+    void read_tokens(const float* first, const float* step_of, int64_t q, float* fine) {
         const float* queries = queries_.data() + q * Wide;
         Floats lowest[N] = {}, logits[N] = {};
         for (int64_t d = 0; d < Wide; d += kLanes) {
-            const Floats low = load(centre_ + d), step = load(half_ + d);
+            const Floats low = load(first + d), step = load(step_of + d);
             for (int n = 0; n < N; ++n) {
                 const Floats values = load(queries + n * Wide + d);
                 lowest[n] += values * low;
@@ -290,11 +307,11 @@ class Unit {
         std::memcpy(to, &rounded, 32);
     }
 
-    // The box of one of the parts that are estimated together, in bfloat16, where it lies or in a copy: [2][Wide].
-    void open_box(const uint8_t* part, int64_t p) {
-        boxes_at_[p] = reinterpret_cast<const uint16_t*>(part);
+    // One of the boxes that are estimated together, in bfloat16, where it lies or in a copy: [2][Wide].
+    void open_box(const uint8_t* box, int64_t p) {
+        boxes_at_[p] = reinterpret_cast<const uint16_t*>(box);
         if (a_.box_format == kBFloat16 && whole_) return;
-        read_box(part, centre_, half_);
+        read_box(box, centre_, half_);
         for (int64_t d = 0; d < Wide; d += kLanes) {
             shorten(load(centre_ + d), box_copies_[p] + d);
             shorten(load(half_ + d), box_copies_[p] + Wide + d);
@@ -304,16 +321,16 @@ class Unit {
 
     template <int N>
     Floats estimates(int64_t q) const {
-        constexpr int kParts = kLanes / N;
+        constexpr int kBoxes = kLanes / N;
         const uint16_t* queries = short_.data() + 2 * q * Wide;
         __m512 total[kLanes];
         for (int i = 0; i < kLanes; ++i) total[i] = _mm512_setzero_ps();
         for (int64_t d = 0; d < 2 * Wide; d += 2 * kLanes) {
-            __m512i box[kParts];
-            for (int p = 0; p < kParts; ++p) box[p] = _mm512_loadu_si512(boxes_at_[p] + d);
+            __m512i box[kBoxes];
+            for (int p = 0; p < kBoxes; ++p) box[p] = _mm512_loadu_si512(boxes_at_[p] + d);
             for (int n = 0; n < N; ++n) {
                 const __m512i values = _mm512_loadu_si512(queries + 2 * n * Wide + d);
-                for (int p = 0; p < kParts; ++p)
+                for (int p = 0; p < kBoxes; ++p)
                     total[p * N + n] = _mm512_dpbf16_ps(total[p * N + n], (__m512bh)box[p], (__m512bh)values);
             }
         }
@@ -362,15 +379,15 @@ class Unit {
         for (size_t i = 0; i < queries_.size(); ++i) reaches_[i] = 0.5f * std::fabs(queries_[i]);
     }
 
-    void open_box(const uint8_t* part, int64_t p) { read_box(part, centres_[p], halves_[p]); }
+    void open_box(const uint8_t* box, int64_t p) { read_box(box, centres_[p], halves_[p]); }
 
     template <int N>
     Floats estimates(int64_t q) const {
-        constexpr int kParts = kLanes / N;
+        constexpr int kBoxes = kLanes / N;
         const float* queries = queries_.data() + q * Wide;
         const float* reaches = reaches_.data() + q * Wide;
         Floats total[kLanes] = {};
-        for (int p = 0; p < kParts; ++p)
+        for (int p = 0; p < kBoxes; ++p)
             for (int64_t d = 0; d < Wide; d += kLanes) {
                 const Floats centre = load(centres_[p] + d), half = load(halves_[p] + d);
                 for (int n = 0; n < N; ++n) {
@@ -408,17 +425,22 @@ class Unit {
     std::vector<float> reaches_;
 #endif
 
-    static constexpr int kAhead = 8;  // parts
+    static constexpr int kAhead = 8, kBodiesAhead = 4;  // pages
 
     const TwoBitScores& a_;
-    const int64_t box_bytes_, groups_;
+    const int64_t groups_, parts_, bound_bytes_;
     const bool whole_;
-    const uint8_t* first_ = nullptr;
+    const uint8_t *outlines_ = nullptr, *bodies_ = nullptr;
     const int64_t* index_ = nullptr;
-    int64_t count_ = 0, padded_ = 0, tile_ = 0;
+    int64_t count_ = 0, padded_ = 0, tile_ = 0, stride_ = 0;
     alignas(64) float centre_[Wide];
     alignas(64) float half_[Wide];
-    std::vector<float> queries_, estimate_, mass_, offset_, boxes_, share_, ranked_, fine_, known_, promised_;
+    alignas(64) float base_[Wide];
+    alignas(64) float level_[Wide];
+    alignas(64) float first_[Wide];
+    alignas(64) float step_[Wide];
+    alignas(64) uint8_t bytes_[2 * Wide] = {};  // zero beyond `dim`
+    std::vector<float> queries_, mass_, offset_, promises_, share_, ranked_, fine_, known_, promised_;
     std::vector<float> factors_, fine_factors_;
     std::vector<int32_t> chosen_;
 };
