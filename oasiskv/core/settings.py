@@ -17,7 +17,7 @@ Residency = Literal["auto", "dense", "in_place", "bounded"]
 PART_TOKENS = 16
 """Tokens that share one summary; a block has ``block_size / 16`` parts."""
 LEAST_REFINED_TOKENS = 4096
-"""Tokens whose codes ``refine=auto`` reads at least: small budgets lose the pages that boxes rank badly."""
+"""Tokens whose codes ``refine=auto`` reads at least: small budgets lose the pages that outlines rank badly."""
 
 
 class SettingsError(ValueError):
@@ -55,7 +55,7 @@ class Settings(BaseModel):
     refine: Annotated[
         Literal["auto", "all"] | Annotated[float, Field(ge=1)],
         Field(
-            description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best boxes first, as a "
+            description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best outlines first, as a "
             "multiple of the hot slots; `auto`: twice the hot slots, at least 4,096 tokens."
         ),
     ] = "auto"
