@@ -55,8 +55,8 @@ class Settings(BaseModel):
     refine: Annotated[
         Literal["auto", "all"] | Annotated[float, Field(ge=1)],
         Field(
-            description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best outlines first, as a "
-            "multiple of the hot slots; `auto`: twice the hot slots, at least 4,096 tokens."
+            description="With `q2` and `group_merge=softmax_sum`: pages whose codes are read, best outlines first, as "
+            "a multiple of the hot slots; `auto`: twice the hot slots, at least 4,096 tokens."
         ),
     ] = "auto"
     score_interval: Annotated[
