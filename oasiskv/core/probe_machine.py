@@ -125,8 +125,8 @@ def copy_rate() -> float:
 
 
 def _pack(matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A product with the matrix, reordered once for oneDNN where this build of torch can."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+    """A product with the matrix, reordered once for oneDNN where this build of torch and this CPU can."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return lambda rows: linear(rows, matrix)
     packed = torch.ops.mkldnn._reorder_linear_weight(matrix, FEW_ROWS)
     return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
