@@ -1,9 +1,9 @@
 // Attention of the few newest tokens of each request over its pages (see ../decode_attention.py, which says what a page
 // is).
 //
-// One unit of work is a request, a KV head and a chunk of its tokens: logits of the chunk, their softmax, and the weighted
-// values. A second pass adds up the chunks of a request. Chunks are cut by tokens alone, so that the result is the same
-// for any number of threads.
+// One unit of work is a request, a KV head and a chunk of its tokens: logits of the chunk, their softmax, and the
+// weighted values. A second pass adds up the chunks of a request. Chunks are cut by tokens alone, so that the result is
+// the same for any number of threads.
 #pragma once
 
 #include "kernels.h"
@@ -12,16 +12,16 @@
 
 namespace OASIS_ISA {
 
-constexpr int64_t kPiece = 2 * kLanes;  // tokens or channels that are read at once
-constexpr int64_t kChunk = 768;         // tokens, at most
-constexpr int kTile = 8;                // query rows at a time
+constexpr int64_t kPiece = 2 * kLanes;       // tokens or channels that are read at once; 32 is a multiple of it
+constexpr int64_t kChunk = 768;              // tokens, at most
+constexpr int kTile = kLanes == 16 ? 8 : 6;  // query rows at a time, at most: as many as there are registers for
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Thirty-two numbers of a page as floats: those at even places, those at odd places (bfloat16: two operations instead of
+// `kPiece` numbers of a page as floats: those at even places, those at odd places (bfloat16: two operations instead of
 // four), or the first and the second half. `write_pair` puts them back in their order.
 inline void read_pair(const uint16_t* from, Floats& a, Floats& b) {
     Ints bits;
-    std::memcpy(&bits, from, 64);
+    std::memcpy(&bits, from, sizeof bits);
     const Ints even = bits << 16, odd = bits & static_cast<int32_t>(0xffff0000u);
     a = reinterpret_cast<const Floats&>(even);
     b = reinterpret_cast<const Floats&>(odd);
@@ -29,8 +29,8 @@ inline void read_pair(const uint16_t* from, Floats& a, Floats& b) {
 inline void read_pair(const float* from, Floats& a, Floats& b) { a = load(from), b = load(from + kLanes); }
 
 inline void write_pair(const uint16_t*, float* to, Floats a, Floats b) {
-    store(to, __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    store(to + kLanes, __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    store(to, first_in_turn(a, b, Lanes()));
+    store(to + kLanes, second_in_turn(a, b, Lanes()));
 }
 inline void write_pair(const float*, float* to, Floats a, Floats b) { store(to, a), store(to + kLanes, b); }
 
@@ -78,7 +78,7 @@ class Chunk {
         logits_.resize(padded_ * stride_);
         for (int64_t i = 0; i < length; i += kPiece) {
             const Number *keys = keys_of(c.begin + i), *next = keys_of(std::min(c.begin + i + kPiece, c.end - 1));
-            for (int64_t r = 0; r < rows_; r += kTile) in_tiles(r, [&](auto n) { score<n>(keys, next, r, i); });
+            for (int64_t r = 0; r < rows_; r += tile_) in_tiles(r, [&](auto n) { score<n>(keys, next, r, i); });
         }
         float *values = partial, *largest = partial + rows_ * a_.dim, *sum = largest + rows_;
         for (int64_t r = 0; r < rows_; ++r) {
@@ -88,7 +88,7 @@ class Chunk {
         mixed_.assign(padded_ * a_.dim, 0.0f);
         for (int64_t i = 0; i < length; i += kPiece) {
             const Number *held = values_of(c.begin + i), *next = values_of(std::min(c.begin + i + kPiece, c.end - 1));
-            for (int64_t r = 0; r < rows_; r += kTile)
+            for (int64_t r = 0; r < rows_; r += tile_)
                 in_tiles(r, [&](auto n) { mix<n>(held, next, r, i, std::min(kPiece, length - i)); });
         }
         for (int64_t r = 0; r < rows_; ++r)
@@ -130,9 +130,12 @@ class Chunk {
         return page_of(token) + (a_.size + token % a_.size / kPiece * kPiece) * a_.dim;
     }
 
-    // Rows of a KV head: token by token its group of query heads, times the softmax scale; zeros up to whole tiles.
+    // Rows of a KV head: token by token its group of query heads, times the softmax scale; zeros up to whole tiles,
+    // which are as few as there may be, of about the same size.
     void read_queries(int64_t begin, int64_t tokens, int64_t head) {
-        padded_ = (rows_ + kTile - 1) / kTile * kTile;
+        const int64_t tiles = (rows_ + kTile - 1) / kTile;
+        tile_ = (rows_ + tiles - 1) / tiles;
+        padded_ = tiles * tile_;
         queries_.assign(padded_ * a_.dim, 0.0f);
         for (int64_t r = 0; r < rows_; ++r) {
             const int64_t token = begin + r / a_.group, at = (head * a_.group + r % a_.group) * a_.dim;
@@ -144,7 +147,7 @@ class Chunk {
     // Call f with how many of the rows from r on are worked on together.
     template <typename F>
     void in_tiles(int64_t r, F f) const {
-        switch (std::min<int64_t>(kTile, rows_ - r)) {
+        switch (std::min(tile_, rows_ - r)) {
             case 1: return f(std::integral_constant<int, 1>());
             case 2: return f(std::integral_constant<int, 2>());
             case 3: return f(std::integral_constant<int, 3>());
@@ -156,7 +159,7 @@ class Chunk {
         }
     }
 
-    // Logits of N rows and 32 tokens, whose keys lie channel by channel.
+    // Logits of N rows and `kPiece` tokens, whose keys lie channel by channel.
     template <int N>
     void score(const Number* keys, const Number* next, int64_t r, int64_t i) {
         const float* queries = queries_.data() + r * a_.dim;
@@ -195,7 +198,7 @@ class Chunk {
         for (int n = 0; n < kLanes; ++n) *sum += total[n];
     }
 
-    // Add the values of up to 32 tokens to N rows, by their weights.
+    // Add the values of up to `kPiece` tokens to N rows, by their weights.
     template <int N>
     void mix(const Number* values, const Number* next, int64_t r, int64_t i, int64_t count) {
         const float* weights = logits_.data() + r * stride_ + i;
@@ -219,7 +222,7 @@ class Chunk {
 
     const AttentionBatch& b_;
     const AttentionLayer& a_;
-    int64_t rows_ = 0, padded_ = 0, stride_ = 0;
+    int64_t rows_ = 0, tile_ = 0, padded_ = 0, stride_ = 0;
     const int32_t* table_ = nullptr;
     const Number* head_ = nullptr;
     std::vector<float> queries_, logits_, mixed_;

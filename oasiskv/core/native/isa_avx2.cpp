@@ -3,6 +3,7 @@
 #include "standard.h"
 #pragma GCC target("avx2,fma")
 #define OASIS_ISA avx2
+#define OASIS_LANES 8
 #include "decode_attention.h"
 #include "two_bit_scores.h"
 #endif

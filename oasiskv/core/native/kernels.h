@@ -1,5 +1,5 @@
-// What the compiled kernels take. Everything is row-major and contiguous unless a stride is given. Formats and sizes are
-// checked by the caller (../kernels.py), indices here: a kernel answers 0 if one of them is out of range.
+// What the compiled kernels take. Everything is row-major and contiguous unless a stride is given. Formats and sizes
+// are checked by the caller (../kernels.py), indices here: a kernel answers 0 if one of them is out of range.
 #pragma once
 
 #include <cstdint>
@@ -112,8 +112,8 @@ struct SwapLayer {
     int64_t hits, misses, capped;  // the answer
 };
 
-// Tokens of one part of a page, and how many parts a two-bit summary is of: bounds and codes of each follow the outline,
-// but a page of one part has no bounds.
+// Tokens of one part of a page, and how many parts a two-bit summary is of: bounds and codes of each follow the
+// outline, but a page of one part has no bounds.
 constexpr int kPartTokens = 16;
 
 inline int64_t code_bytes(int64_t dim) { return (dim + 15) / 16 * 4 * kPartTokens; }

@@ -1,17 +1,17 @@
-// Sixteen floats at a time, in GCC's portable vectors: the compiler maps them to what the machine has.
+// Vectors of `kLanes` floats, as many as one register of the instruction set holds, in GCC's portable vectors. (Longer
+// ones are allowed, but GCC keeps those in memory.)
 #pragma once
 
 #include "standard.h"
 
 namespace OASIS_ISA {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = OASIS_LANES;
 
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
 inline void store(float* to, Floats value) { *reinterpret_cast<Floats*>(to) = value; }
@@ -27,45 +27,70 @@ inline Floats load_bytes(const uint8_t* from) {
     return __builtin_convertvector(*reinterpret_cast<const Bytes*>(from), Floats);
 }
 
-// The sums of the lanes of 16 vectors, in a quarter of the operations that 16 single sums would take: each round adds
-// halves of two vectors and puts them side by side.
-inline Floats sums(const Floats* v) {
-    Floats r[8], s[4], t[2];
-    for (int i = 0; i < 8; ++i) {
-        const Floats a = v[i / 4 * 8 + i % 4], b = v[i / 4 * 8 + i % 4 + 4];
-        r[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 4; ++i) {
-        const Floats a = r[i], b = r[i + 4];
-        s[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 2; ++i) {
-        const Floats a = s[2 * i], b = s[2 * i + 1];
-        t[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    return __builtin_shufflevector(t[0], t[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           __builtin_shufflevector(t[0], t[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+typedef std::make_integer_sequence<int, kLanes> Lanes;
+
+// Lanes of a and b in turn: those of the first halves, and those of the second.
+template <int... I>
+inline Floats first_in_turn(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes)...);
+}
+template <int... I>
+inline Floats second_in_turn(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, ((I + kLanes) / 2 + I % 2 * kLanes)...);
 }
 
-// The same of N = 4 or 8 vectors.
+// The sums of neighbouring runs of `Run` lanes: all of a's, then b's.
+template <int Run, int... I>
+inline Floats neighbours(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / Run * 2 * Run + I % Run)...) +
+           __builtin_shufflevector(a, b, (I / Run * 2 * Run + I % Run + Run)...);
+}
+
+// In each four lanes, two sums of a's and two of b's: of lanes that are `3 - Apart` from one another, the first lanes
+// of the two sums being `Apart` (1 or 2) from one another.
+template <int Apart, int... I>
+inline Floats pairs_in_fours(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 4 * 4 + I % 2 * Apart + I % 4 / 2 * kLanes)...) +
+           __builtin_shufflevector(a, b, (I / 4 * 4 + I % 2 * Apart + I % 4 / 2 * kLanes + 3 - Apart)...);
+}
+
+// The sums of the lanes of `kLanes` vectors, in a quarter of the operations that so many single sums would take: each
+// round adds halves of two vectors and puts them side by side.
+template <int Count = kLanes>
+inline Floats sums(const Floats* v) {
+    Floats r[Count];
+    for (int i = 0; i < Count; ++i) r[i] = v[i];
+    if constexpr (Count == 16)
+        for (int i = 0; i < 8; ++i)
+            r[i] = neighbours<Count / 2>(v[i / 4 * 8 + i % 4], v[i / 4 * 8 + i % 4 + 4], Lanes());
+    if constexpr (Count >= 8)
+        for (int i = 0; i < 4; ++i) r[i] = neighbours<4>(r[i], r[i + 4], Lanes());
+    for (int i = 0; i < 2; ++i) r[i] = pairs_in_fours<1>(r[2 * i], r[2 * i + 1], Lanes());
+    return pairs_in_fours<2>(r[0], r[1], Lanes());
+}
+
+typedef float Four __attribute__((vector_size(16)));
+
+// Four sums of lanes, each of every fourth.
+template <int... I>
+inline Four in_four(Floats v, std::integer_sequence<int, I...>) {
+    const Four first = __builtin_shufflevector(v, v, 0, 1, 2, 3);
+    return (first + ... + __builtin_shufflevector(v, v, 4 * I + 4, 4 * I + 5, 4 * I + 6, 4 * I + 7));
+}
+
+// The sums of neighbouring lanes: a's two, then b's.
+inline Four of_neighbours(Four a, Four b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+}
+
+// The sums of the lanes of each of N vectors, a multiple of four.
 template <int N>
-inline void sums(const Floats* v, float* out) {
-    typedef float Half __attribute__((vector_size(32)));
-    Half h[N];
-    for (int i = 0; i < N; ++i)
-        h[i] = __builtin_shufflevector(v[i], v[i], 0, 1, 2, 3, 4, 5, 6, 7) +
-               __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15);
-    Half pairs[N / 2];
-    for (int i = 0; i < N / 2; ++i)  // lanes of h[2i] and h[2i + 1] in turn
-        pairs[i] = __builtin_shufflevector(h[2 * i], h[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
-                   __builtin_shufflevector(h[2 * i], h[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    for (int i = 0; i < N / 4; ++i) {
-        const Half f = __builtin_shufflevector(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-                       __builtin_shufflevector(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-        for (int k = 0; k < 4; ++k) out[4 * i + k] = f[k] + f[k + 4];
+inline void sums_of(const Floats* v, float* out) {
+    for (int i = 0; i < N; i += 4) {
+        Four r[4];
+        for (int k = 0; k < 4; ++k) r[k] = in_four(v[i + k], std::make_integer_sequence<int, kLanes / 4 - 1>());
+        const Four found = of_neighbours(of_neighbours(r[0], r[1]), of_neighbours(r[2], r[3]));
+        std::memcpy(out + i, &found, sizeof found);
     }
 }
 

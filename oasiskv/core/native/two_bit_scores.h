@@ -5,9 +5,9 @@
 //                         codes uint32 [ceil(dim / 16)][16 tokens]: bits 2k and 2k + 1 of word (g, t) hold channel
 //                         16 g + k
 //
-// One unit of work is one request and KV head. First every page is estimated from its outline alone; then the tokens of
-// the best `refine` pages are read from their codes. A query's estimates are scaled to what the codes say where both are
-// known, so that the two kinds add up to one distribution.
+// One unit of work is one request and KV head. First every page is estimated from its outline alone; then the tokens
+// of the best `refine` pages are read from their codes. A query's estimates are scaled to what the codes say where both
+// are known, so that the two kinds add up to one distribution.
 #pragma once
 
 #include "kernels.h"
@@ -23,13 +23,17 @@ namespace OASIS_ISA {
 // A token's logit by its code may be far above what any box promised: bounds that keep sums of such in a float's range.
 constexpr float kMostAbove = 60, kMostScale = 1e30f;
 
+constexpr int kChannels = 16;                   // in a word of codes
+constexpr int kPart = kPartTokens / kLanes;     // vectors that hold a number for each token of a part
+constexpr int kQueries = kLanes == 16 ? 8 : 4;  // for which tokens are read together, at most
+
 // One request and KV head after another. `Wide` is the head dimension rounded up to whole vectors.
 template <int64_t Wide>
 class Unit {
   public:
     explicit Unit(const TwoBitScores& a)
         : a_(a),
-          groups_((a.dim + kLanes - 1) / kLanes),
+          groups_((a.dim + kChannels - 1) / kChannels),
           parts_(parts_of(a.body_bytes, a.dim)),
           bound_bytes_(parts_ > 1 ? 2 * a.dim : 0),
           whole_(a.dim == Wide) {}
@@ -44,8 +48,10 @@ class Unit {
         index_ = a_.index + request * a_.columns;
         read_queries(request, head);
         if (tile_ == 4) score<4>(pages, out);
-        if (tile_ == 8) score<8>(pages, out);
-        if (tile_ == 16) score<16>(pages, out);
+        if constexpr (kLanes >= 8)
+            if (tile_ == 8) score<8>(pages, out);
+        if constexpr (kLanes >= 16)
+            if (tile_ == 16) score<16>(pages, out);
     }
 
   private:
@@ -66,7 +72,7 @@ class Unit {
     const uint8_t* body(int64_t page) const { return bodies_ + index_[page] * a_.body_bytes; }
 
     // The query heads of this KV head, in each row that counts, times the softmax scale; and zeros up to whole tiles of
-    // 4, 8 or 16.
+    // 4, 8 or 16, at most one query in a lane.
     void read_queries(int64_t request, int64_t head) {
         queries_.clear();
         count_ = 0;
@@ -87,7 +93,7 @@ class Unit {
                 }
             }
         }
-        tile_ = count_ <= 4 ? 4 : count_ <= 8 ? 8 : 16;
+        tile_ = count_ <= 4 || kLanes == 4 ? 4 : count_ <= 8 || kLanes == 8 ? 8 : 16;
         padded_ = (count_ + tile_ - 1) / tile_ * tile_;
         queries_.resize(padded_ * Wide, 0.0f);
         read_reaches();
@@ -126,8 +132,8 @@ class Unit {
     }
 
     // mass_: exp of the outlines' estimates, less the query's largest (offset_[q]), as [tile][page][N] with `stride_`
-    // numbers from one tile to the next; promises_[q]: of all pages together. Estimates are made for 16 / N pages and N
-    // queries at a time, one in each lane.
+    // numbers from one tile to the next; promises_[q]: of all pages together. Estimates are made for `kLanes` / N pages
+    // and N queries at a time, one in each lane.
     template <int N>
     void estimate_pages(int64_t pages) {
         constexpr int kPages = kLanes / N;
@@ -172,7 +178,8 @@ class Unit {
         }
     }
 
-    // The masses of row i times the queries' factors, in all. Rows lie as `row_stride` numbers in tiles of `tile_stride`.
+    // The masses of row i times the queries' factors, in all. Rows lie as `row_stride` numbers in tiles of
+    // `tile_stride`.
     template <int N>
     float weighted(const std::vector<float>& rows, int64_t tile_stride, int64_t row_stride, int64_t i,
                    const std::vector<float>& factors) const {
@@ -236,7 +243,7 @@ class Unit {
     // Add the exp of the tokens' logits, less the query's offset, to fine[q].
     void read_page(const uint8_t* outline, const uint8_t* body, float* fine) {
         read_box(outline, base_, level_);
-        const float share = parts_ > 1 ? 2.0f / 255.0f : 2.0f / 3.0f;  // of the half-width: a bound's level, or a code's
+        const float share = parts_ > 1 ? 2.0f / 255.0f : 2.0f / 3.0f;  // of the half-width: a level of bounds or codes
         for (int64_t d = 0; d < Wide; d += kLanes) {
             const Floats half = load(level_ + d);
             store(base_ + d, load(base_ + d) - half);
@@ -247,7 +254,7 @@ class Unit {
             unpack(body + bound_bytes_);
             const float *first = parts_ > 1 ? first_ : base_, *step = parts_ > 1 ? step_ : level_;
             int64_t q = 0;
-            for (; q + 8 <= padded_; q += 8) read_tokens<8>(first, step, q, fine);
+            for (; q + kQueries <= padded_; q += kQueries) read_tokens<kQueries>(first, step, q, fine);
             if (q < padded_) read_tokens<4>(first, step, q, fine);
         }
     }
@@ -270,7 +277,7 @@ class Unit {
     template <int N>
     void read_tokens(const float* first, const float* step_of, int64_t q, float* fine) {
         const float* queries = queries_.data() + q * Wide;
-        Floats lowest[N] = {}, logits[N] = {};
+        Floats lowest[N] = {}, logits[N * kPart], masses[N] = {};
         for (int64_t d = 0; d < Wide; d += kLanes) {
             const Floats low = load(first + d), step = load(step_of + d);
             for (int n = 0; n < N; ++n) {
@@ -280,13 +287,14 @@ class Unit {
             }
         }
         float found[N];
-        sums<N>(lowest, found);
+        sums_of<N>(lowest, found);
         products<N>(logits);
-        for (int n = 0; n < N; ++n) {
-            const Floats above = logits[n] + (found[n] - offset_[q + n]);
-            logits[n] = exponential(above < kMostAbove ? above : all(kMostAbove));
-        }
-        sums<N>(logits, found);
+        for (int n = 0; n < N; ++n)
+            for (int v = 0; v < kPart; ++v) {
+                const Floats above = logits[n * kPart + v] + (found[n] - offset_[q + n]);
+                masses[n] += exponential(above < kMostAbove ? above : all(kMostAbove));
+            }
+        sums_of<N>(masses, found);
         for (int n = 0; n < N; ++n) fine[q + n] += found[n];
     }
 
@@ -400,11 +408,14 @@ class Unit {
 
     void unpack(const uint8_t* codes) {
         for (int64_t g = 0; g < groups_; ++g) {
-            Ints words;
-            std::memcpy(&words, codes + 64 * g, 64);
-            for (int k = 0; k < kLanes; ++k) {
-                store(tokens_ + (kLanes * g + k) * kLanes, __builtin_convertvector(words & 3, Floats));
-                words >>= 2;
+            for (int v = 0; v < kPart; ++v) {
+                Ints words;
+                std::memcpy(&words, codes + 4 * (g * kPartTokens + v * kLanes), sizeof words);
+                float* to = tokens_ + g * kChannels * kPartTokens + v * kLanes;
+                for (int k = 0; k < kChannels; ++k, to += kPartTokens) {
+                    store(to, __builtin_convertvector(words & 3, Floats));
+                    words >>= 2;
+                }
             }
         }
     }
@@ -413,15 +424,25 @@ class Unit {
 
     template <int N>
     void products(Floats* logits) {
-        for (int64_t d = 0; d < Wide; ++d) {
-            const Floats tokens = load(tokens_ + d * kLanes);
-            for (int n = 0; n < N; ++n) logits[n] += weights_[n * Wide + d] * tokens;
+        constexpr int kPair = kPart < 2 ? 1 : 2;  // vectors at a time, so that all sums stay in registers
+        for (int v = 0; v < kPart; v += kPair) {
+            Floats total[N * kPair] = {};
+            for (int64_t d = 0; d < Wide; ++d) {
+                Floats tokens[kPair];
+                for (int i = 0; i < kPair; ++i) tokens[i] = load(tokens_ + d * kPartTokens + (v + i) * kLanes);
+                for (int n = 0; n < N; ++n) {
+                    const Floats weight = all(weights_[n * Wide + d]);
+                    for (int i = 0; i < kPair; ++i) total[n * kPair + i] += weight * tokens[i];
+                }
+            }
+            for (int n = 0; n < N; ++n)
+                for (int i = 0; i < kPair; ++i) logits[n * kPart + v + i] = total[n * kPair + i];
         }
     }
 
-    alignas(64) float tokens_[Wide * kLanes] = {};  // zero beyond `dim`
+    alignas(64) float tokens_[Wide * kPartTokens] = {};  // [channel][token], zero beyond `dim`
     alignas(64) float centres_[4][Wide], halves_[4][Wide];
-    alignas(64) float weights_[8 * Wide];
+    alignas(64) float weights_[kQueries * Wide];
     std::vector<float> reaches_;
 #endif
 

@@ -150,8 +150,8 @@ extern "C" int64_t oasis_write_summaries(const SummaryWrites* w, const SummaryLa
     if (a->keys != nullptr) {
         for (int64_t i = 0; i < w->stage_count; ++i) {
             if (!in_range(w->stage_tokens[i], a->tokens) || !in_range(w->stage_slots[i], a->slots)) return 0;
-            std::memcpy(a->stage + w->stage_slots[i] * row * size, a->keys + w->stage_tokens[i] * a->token_stride * size,
-                        static_cast<size_t>(row * size));
+            std::memcpy(a->stage + w->stage_slots[i] * row * size,
+                        a->keys + w->stage_tokens[i] * a->token_stride * size, static_cast<size_t>(row * size));
         }
         const Blocks of_keys = {a->keys, a->tokens, a->token_stride, w->bulk_blocks, w->bulk_count};
         if (w->bulk_count > 0 && !summarise(*a, of_keys, w->bulk_first, 1)) return 0;
