@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +25,17 @@ CHUNK = 2048
 """Most tokens of one step: what vLLM's server takes on a CPU."""
 LIMIT_TOKENS = 40
 """Output of each request of the row `limit`."""
+AUTO = "auto"
+"""vLLM's dtype where none is asked for: the model's own."""
 
 
 class BenchError(ValueError):
     """The benchmark that was asked for cannot be run. The message names the value, what is allowed and the fix."""
+
+
+def dtype_of(options: Sequence[str]) -> str:
+    """The type of weights and KV cache that vLLM's options ask for."""
+    return next((value for name, value in itertools.pairwise(options) if name == "--dtype"), AUTO)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Model:
     vocabulary: int
 
     @classmethod
-    def of(cls, name: str, folder: str, config: dict[str, Any], dtype: str = "auto") -> Model:
+    def of(cls, name: str, folder: str, config: dict[str, Any], dtype: str = AUTO) -> Model:
         """From a Hugging Face ``config``. Sliding layers are counted as if they kept everything: the pool holds them.
 
         Raises:
@@ -84,6 +93,10 @@ class Cell:
             f"{w.name}: {self.requests} requests ({self.concurrency} at once) of {w.prompt:,} + {w.output:,} "
             f"tokens{turns}, budget {self.budget:,}"
         )
+
+    def with_dtype(self, dtype: str) -> Cell:
+        """The same with this type of weights and KV cache; `auto` is what an engine takes by itself."""
+        return self if dtype == AUTO else replace(self, options=(*self.options, "--dtype", dtype))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

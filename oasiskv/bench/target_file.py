@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oasiskv.bench.cells import BenchError
+from oasiskv.bench.cells import AUTO, BenchError, dtype_of
 from oasiskv.bench.figures import Figures
 from oasiskv.bench.target_report import KIND
 from oasiskv.bench.targets import Case, CaseResult, Measured, Round
@@ -26,11 +26,12 @@ class Earlier:
     made: tuple[dict[str, Any], ...] = ()
 
 
-def read(path: Path, cases: Mapping[str, Case], made: Provenance) -> Earlier:
+def read(path: Path, cases: Mapping[str, Case], made: Provenance, dtype: str = AUTO) -> Earlier:
     """What the file of an earlier sitting holds; nothing if there is no such file yet.
 
     Raises:
-        BenchError: it holds something else, or was made with other code or on another machine than ``made``.
+        BenchError: it holds something else, or was made with other code, on another machine than ``made`` or with
+            another dtype.
     """
     if not path.exists():
         return Earlier()
@@ -42,6 +43,7 @@ def read(path: Path, cases: Mapping[str, Case], made: Provenance) -> Earlier:
         past = found["made"]
         results = tuple(_result(cases[kept["case"]], kept) for kept in found["cases"])
         sittings = (*found["earlier"], past)
+        dtypes = [dtype_of(cell["options"]) for result in results for cell in result.cells.values()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(
             f"--resume {path}: not a file that this version of oasiskv bench targets has written "
@@ -59,6 +61,12 @@ def read(path: Path, cases: Mapping[str, Case], made: Provenance) -> Earlier:
             f"--resume {path}: files differ from the commit {made.commit[:-1]}, so nobody can say what these rounds "
             f"were made with; commit the changes, or {fix}"
         )
+    for kept in dtypes:
+        if kept != dtype:
+            raise BenchError(
+                f"--resume {path}: its rounds were made with --dtype {kept}, now it is {dtype}: their ratios do not "
+                f"belong together; give --dtype {kept}, or {fix}"
+            )
     return Earlier(results, sittings)
 
 

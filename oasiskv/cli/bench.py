@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from oasiskv.bench import report
-from oasiskv.bench.cells import GIB, Cell, Model, make_cell, pool_tokens
+from oasiskv.bench.cells import GIB, Cell, Model, dtype_of, make_cell, pool_tokens
 from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.job import LIMIT, PLUS
 from oasiskv.bench.rounds import CellResult, run_cell
@@ -96,8 +96,7 @@ def parse(arguments: Sequence[str]) -> Request:
         raise UsageError("--host-gib is set by the benchmark: the KV of all requests at once")
     if args.budgets and "budget_tokens" in settings:
         raise UsageError("--budgets and --budget-tokens are the same: give one of them")
-    dtype = next((b for a, b in itertools.pairwise(options) if a == "--dtype"), "auto")
-    model = load_model(args.model, dtype)
+    model = load_model(args.model, dtype_of(options))
     known = QUICK if args.quick else WORKLOADS
     cells = [cell for name in names or DEFAULT for cell in _cells(known[name], model, args, settings, tuple(options))]
     for cell in cells:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oasiskv.bench import target_report as report
-from oasiskv.bench.cells import BenchError, Cell, Model
+from oasiskv.bench.cells import AUTO, BenchError, Cell, Model
 from oasiskv.bench.engine_pool import EnginePool
 from oasiskv.bench.runner import Runner, load_model, text_source
 from oasiskv.bench.target_cases import CASES
@@ -23,6 +23,7 @@ from oasiskv.models import FetchError
 from oasiskv.report.output import Output, Report
 from oasiskv.report.provenance import Provenance, provenance
 
+DTYPES = (AUTO, "bfloat16", "float32")
 NOTHING_MEASURED = 1
 """Exit status."""
 NOTHING_EARLIER = Earlier()
@@ -45,6 +46,13 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PATH",
         help="go on with what is in this file, until each case has its rounds; it is written anew after every round",
+    )
+    found.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=AUTO,
+        help="type of the weights and the KV cache, as in vLLM: auto (the model's own) or another, such as float32 on "
+        "a CPU that does not compute in bfloat16",
     )
     found.add_argument("--list", action="store_true", help="show the cases and their targets, and measure nothing")
     Output.options(found, "bench-targets.html")
@@ -79,9 +87,9 @@ def run(arguments: Sequence[str]) -> None:
     output = Output.of(args)
     check_vllm()
     made = provenance(["oasiskv", "bench", "targets", *arguments])
-    earlier = read(args.resume, CASES, made) if args.resume else NOTHING_EARLIER
+    earlier = read(args.resume, CASES, made, args.dtype) if args.resume else NOTHING_EARLIER
     progress = Console(stderr=True)
-    results = measure(cases, args.rounds, Engines(progress), output, made, Console(), progress, earlier)
+    results = measure(cases, args.rounds, Engines(progress, args.dtype), output, made, Console(), progress, earlier)
     if not any(result.rounds for result in results):
         raise SystemExit(NOTHING_MEASURED)
 
@@ -159,17 +167,22 @@ def _in_one_line(error: BaseException) -> str:
 
 
 class Engines:
-    """Makes cases ready to run in engines of their own. A model is asked for once, also one that cannot be fetched."""
+    """Makes cases ready to run in engines of their own. A model is asked for once, also one that cannot be fetched.
 
-    def __init__(self, progress: Console) -> None:
-        self._progress = progress
+    Args:
+        progress: where progress is shown.
+        dtype: one of :data:`DTYPES`.
+    """
+
+    def __init__(self, progress: Console, dtype: str = AUTO) -> None:
+        self._progress, self._dtype = progress, dtype
         self._models: dict[str, Model | FetchError] = {}
 
     @contextmanager
     def __call__(self, case: Case) -> Iterator[tuple[Mapping[str, Cell], Play]]:
         """See :data:`Start`."""
         model = self._model(case.model)
-        cells = {label: contender.cell(model) for label, contender in case.runs.items()}
+        cells = {label: contender.cell(model).with_dtype(self._dtype) for label, contender in case.runs.items()}
         for cell in cells.values():
             cell.check(model)
         texts = {label: text_source(model, cell, case.cut) for label, cell in cells.items()}
@@ -187,7 +200,7 @@ class Engines:
     def _model(self, name: str) -> Model:
         if name not in self._models:
             try:
-                self._models[name] = load_model(name)
+                self._models[name] = load_model(name, self._dtype)
             except FetchError as error:
                 self._models[name] = error
         found = self._models[name]

@@ -348,6 +348,36 @@ def test_rounds_of_other_code_or_machines_are_not_put_together(now: dict[str, An
         read(path, BY_NAME, replace(MADE, **now))
 
 
+def test_rounds_of_another_dtype_are_not_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+
+    @contextmanager
+    def in_float32(case: Case) -> Iterator[tuple[Mapping[str, Cell], Play]]:
+        yield dict.fromkeys(case.runs, CELL.with_dtype("float32")), Player()
+
+    measure([FAST], 1, in_float32, Output(None, path, False), MADE, QUIET, QUIET)
+    with pytest.raises(BenchError, match=r"with --dtype float32, now it is auto: .* give --dtype float32, or name"):
+        read(path, BY_NAME, MADE)
+    assert len(read(path, BY_NAME, MADE, "float32").results[0].rounds) == 1
+
+
+def test_every_engine_and_the_size_of_the_pool_have_the_dtype_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20 << 30))
+    monkeypatch.setattr(bench_targets, "text_source", lambda model, cell, cut: SOURCE)
+    asked = []
+
+    def load(name: str, dtype: str) -> Model:
+        asked.append(dtype)
+        return MODELS[name]
+
+    monkeypatch.setattr(bench_targets, "load_model", load)
+    with Engines(QUIET, "float32")(CASES["ngram"]) as (cells, _):
+        assert all(cell.options[-2:] == ("--dtype", "float32") for cell in cells.values())
+    assert asked == ["float32"]
+
+
 def test_rounds_of_changed_files_are_not_put_together(tmp_path: Path) -> None:
     path, changed = tmp_path / "targets.json", replace(MADE, commit="0123456789+")
     output = Output(None, path, False)
@@ -359,7 +389,7 @@ def test_rounds_of_changed_files_are_not_put_together(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_fetched_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def no_model(name: str) -> Model:
+    def no_model(name: str, dtype: str) -> Model:
         asked.append(name)
         raise FetchError("no network")
 
@@ -373,14 +403,14 @@ def test_a_model_that_cannot_be_fetched_is_asked_for_once(monkeypatch: pytest.Mo
 
 def test_a_case_is_checked_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    monkeypatch.setattr(bench_targets, "load_model", MODELS.__getitem__)
+    monkeypatch.setattr(bench_targets, "load_model", lambda name, dtype: MODELS[name])
     with pytest.raises(BenchError, match="are more than the"), Engines(QUIET)(CASES["step-128k"]):
         pass
 
 
 def test_each_run_asks_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20 << 30))
-    monkeypatch.setattr(bench_targets, "load_model", MODELS.__getitem__)
+    monkeypatch.setattr(bench_targets, "load_model", lambda name, dtype: MODELS[name])
     monkeypatch.setattr(bench_targets, "text_source", lambda model, cell, cut: SOURCE)
     jobs = []
 
@@ -410,6 +440,7 @@ def test_only_takes_known_names_in_the_order_of_the_table() -> None:
         (["--rounds", "0"], "--rounds 0 is not allowed"),
         (["--only", "chess"], "no case 'chess'"),
         (["--fast"], "--fast"),
+        (["--dtype", "int8"], "int8"),
         (["--resume", "a.json", "--json", "b.json"], "the numbers go to the file of --resume"),
     ],
 )
@@ -433,7 +464,7 @@ def test_the_list_names_every_case_with_its_targets(capsys: pytest.CaptureFixtur
 def test_nothing_measured_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_targets, "Engines", lambda progress: Bench(missing=QWEN))
+    monkeypatch.setattr(bench_targets, "Engines", lambda progress, dtype: Bench(missing=QWEN))
     monkeypatch.setattr(bench_targets, "check_vllm", lambda: None)
     with pytest.raises(SystemExit) as ended:
         bench_targets.run(["--only", "one-30k", "--no-html"])
